@@ -117,6 +117,8 @@ def swap_back(swapped: Iterable[Swapped]) -> None:
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return keys and values of a container; None for anything else."""
+    if value is None:  # the compiler of torch 2.11 cannot trace what is_dataclass asks of its class
+        return None
     if isinstance(value, tuple | list | deque):
         return list(enumerate(value))
     if isinstance(value, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.sites import _torch
+from hookline.sites.functions.function_names import _SHOWN_AS
 
 # -- functions and operators ----------------------------------------------------------------------------------
 
@@ -46,8 +48,6 @@ def test_a_mode_slips_under_others_and_is_taken_out_again(stack, make):
         assert stack.take_out(ours)
         assert not stack.take_out(ours)
         assert _modes(stack) == [first]
-        stack.push(ours)
-        assert stack.take_out(ours)
     assert _modes(stack) == []
 
 
@@ -82,13 +82,29 @@ def test_the_running_modules_are_found_on_the_stack():
 
 
 def test_what_a_function_mode_is_shown_is_known():
-    """Factories, native functions and Python functions that ask for modes; not any other."""
-    assert torch.ones in _torch.factories()
+    """Native functions and Python functions that ask for modes; not any other."""
     assert _torch.is_native("relu_", torch.relu_)
     assert _torch.is_native("gelu", torch.nn.functional.gelu)
     assert _torch.handles_modes(torch.nn.functional.softmax)
     assert not _torch.handles_modes(test_what_a_function_mode_is_shown_is_known)
     assert not _torch.is_native("sin", math.sin)
+
+
+def test_what_is_shown_for_the_operators_of_python_is_known():
+    """``Tensor.add`` for ``+``, and so on; the others are shown as they are."""
+    shown = {}
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            shown[name] = func
+            return func(*args, **(kwargs or {}))
+
+    operators = [name for name in dir(torch.Tensor) if re.fullmatch("__[ir]?(add|sub|mul|truediv|mod|ne|lt)__", name)]
+    with Recorder():
+        for name in operators:
+            getattr(torch.Tensor, name)(torch.ones(2), torch.ones(2))
+    found = {name: func.__name__ for name, func in shown.items() if func.__name__ != name}
+    assert {name: _SHOWN_AS.get(name) for name in found} == found
 
 
 def test_fake_tensors_are_tracing():

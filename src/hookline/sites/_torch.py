@@ -1,8 +1,8 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-The heading of each part says which rooms use it. Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_*.py`` fail
-when one of them changes. Used where they are needed, and not wrapped here, are four old attributes: ``Tensor._base``
-and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
+The heading of each part says who uses it. Checked on torch 2.11 and 2.13, where nothing else is said;
+``tests/sites/test_torch_*.py`` fail when one of them changes. Used where they are needed, and not wrapped here, are
+four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -28,7 +28,6 @@ from torch.nn.modules import module as module_py
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_py
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
@@ -384,7 +383,7 @@ def sharded_parameter(shard: Any) -> Tensor:
     return parameter
 
 
-# -- modules that run: sites.functions, observe, sglang; functions and operators: sites.functions alone ------------
+# -- modules that run: sites.functions, sites.modules, observe, debug, factories, sglang -----------------------------
 
 
 def running_module() -> nn.Module | None:
@@ -454,12 +453,7 @@ def in_recomputation() -> bool:
     return False
 
 
-def factories() -> list[Any]:
-    """Return the functions that make tensors of nothing: function modes see them, though they are not overridable."""
-    from torch.utils._device import _device_constructors
-
-    made: list[Any] = list(_device_constructors())
-    return made
+# -- functions, operators and modes: sites.functions alone; is_tracing: sites.compiled too ---------------------------
 
 
 def handles_modes(function: Any) -> bool:
@@ -468,34 +462,6 @@ def handles_modes(function: Any) -> bool:
     """
     code = getattr(function, "__code__", None)
     return code is not None and not _ASKS_FOR_MODES.isdisjoint(code.co_names)
-
-
-@functools.cache
-def operators_shown_as() -> dict[str, Any]:
-    """Return what modes are shown for Python's operators: ``Tensor.add`` for ``__add__``, and so on; found out by
-    trying.
-    """
-    shown: dict[str, Any] = {}
-
-    class Recorder(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            shown[name] = func
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        for name in _OPERATORS:
-            method = getattr(Tensor, f"__{name}__")
-            operands = [torch.ones(1, 1, dtype=torch.int64)] * (1 if name in ("neg", "invert", "abs") else 2)
-            with suppress(RuntimeError):
-                method(*operands)
-    return {f"__{name}__": func for name, func in shown.items()}
-
-
-_OPERATORS: Final = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and", "or", "xor", "lshift", "rshift"),
-    *("radd", "rsub", "rmul", "iadd", "isub", "imul", "iand", "ior", "ixor", "neg", "invert", "abs"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
-)
 
 
 def is_native(name: str, function: Any) -> bool:
@@ -515,9 +481,7 @@ class ModeStack:
     """One of torch's two stacks of modes: of function modes, or of dispatch modes. Each thread has its own."""
 
     def __init__(self, *, height: Any, at: Any, push: Any, pop: Any) -> None:
-        self._height, self._at, self._pop = height, at, pop
-        self.push: Callable[[Any], None] = push
-        """Put a mode on top (0.15 µs; ``with mode`` takes 0.8 for both ways)."""
+        self._height, self._at, self._push, self._pop = height, at, push, pop
 
     def slip_under(self, mode: Any) -> None:
         """Put a mode under those that are there, so that whoever leaves their block takes off their own.
@@ -528,18 +492,14 @@ class ModeStack:
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         lowest = [above.pop()] if above and above[-1] is default else []
         for each in (*lowest, mode, *reversed(above)):
-            self.push(each)
+            self._push(each)
 
     def take_out(self, mode: Any) -> bool:
-        """Take a mode out, wherever it is in the stack; return whether it was there (0.2 µs if it is on top)."""
-        height = self._height()
-        if height and self._at(height - 1) is mode:
-            self._pop()
-            return True
+        """Take a mode out, wherever it is in the stack; return whether it was there."""
         modes = self._take_all()
         kept = [other for other in modes if other is not mode]
         for each in reversed(kept):
-            self.push(each)
+            self._push(each)
         return len(kept) < len(modes)
 
     def _take_all(self) -> list[Any]:
@@ -654,11 +614,7 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
-
-set_grad_enabled: Final = torch._C._set_grad_enabled
-"""What ``torch.set_grad_enabled`` does, at a quarter of its price."""
-
-# -- torch.compile, CUDA graphs, torch.func: sites.compiled, observe.watch, factories; scalers: integrations -------
+# -- torch.compile while it traces: sites.compiled, sites.modules, observe, factories, specs -------------------------
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -668,6 +624,9 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes ----------------------------------
 
 
 def operators(schema: str) -> Any:
@@ -784,6 +743,9 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
+# -- tensors, transforms, streams, scalers: observe, guard, factories, debug, integrations ---------------------------
+
+
 @constant_while_tracing
 def _is_ordinary(cls: type) -> bool:
     return getattr(cls, "__torch_dispatch__", None) == Tensor.__torch_dispatch__
@@ -851,6 +813,9 @@ def between_scaler_steps(scaler: Any) -> Iterator[None]:
         yield
     finally:
         scaler._per_optimizer_states = states
+
+
+# -- what is compiled and what is not: sites, observe, factories, integrations, serve --------------------------------
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:

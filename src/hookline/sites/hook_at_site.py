@@ -21,7 +21,7 @@ import torch
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.kinds import MODULE
+from hookline.sites.kinds import MODULE, Kind
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Hook
     from hookline.sites.compiled.op_schemas import Summary
-    from hookline.sites.kinds import Kind, SiteType
+    from hookline.sites.kinds import SiteType
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
@@ -252,8 +252,6 @@ class Attachment:
     entries: dict[HookAtSite, None] = field(default_factory=dict)
     clock: Callable[[], Any] | None = None
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
-    by_name: Callable[..., Any] | None = None
-    """Calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
     for_site: Callable[[str], Any] | None = None
     """For a hook that gives each site a function of its own (`PerSiteHook`): returns that of the site with a name."""
     summary: Summary | None = None
@@ -267,6 +265,12 @@ class Attachment:
     """Firings on modules that are gone, and whose entries were dropped."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Return whether the hook becomes part of compiled code, because it edits a forward."""
+        is_forward = self.kind is Kind.FORWARD or self.kind is Kind.FORWARD_PRE
+        return is_forward and self.order_group is OrderGroup.EDIT and (self.may_edit or self.in_place)
 
     @property
     def rank(self) -> tuple[int, bool, int]:

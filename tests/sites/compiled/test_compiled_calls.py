@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
 import threading
 from dataclasses import dataclass
@@ -220,39 +219,6 @@ def test_modes_of_torch_are_the_same_for_hooks(mode: Any) -> None:
         assert [getattr(v, "dtype", v) for v in one.values] == [getattr(v, "dtype", v) for v in other.values]
 
 
-def test_a_plain_hook_that_only_looks_fires_in_inference_mode() -> None:
-    """Tensors of inference mode do not tell whether they were changed; the hook is shown a copy that does."""
-    model, x = Blocks(1).eval(), torch.randn(3, 4)
-    sums: list[float] = []
-
-    def looks(module: nn.Module, args: Any, output: Tensor) -> None:
-        sums.append(float(output.sum()))
-
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.inference_mode(), hl.attach(model, "layers.0", looks) as handle:
-        expected = model(x)
-        for given in (x, x.clone()):  # the second is itself one of inference mode
-            assert torch.equal(run(given), expected)
-    assert handle.report().fired == len(sums) == 3
-    assert len(set(sums)) == 1
-
-
-def test_training_and_evaluation_mode_have_a_graph_each() -> None:
-    """Switching to and fro compiles once per mode, and hooks fire in both."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(3, 4)
-    seen: list[Seen] = []
-    run = compiled(model)
-    with observe_all(model, seen):
-        for _ in range(3):
-            model.train()
-            step(run, x)
-            model.eval()
-            step(run, x)
-    assert graphs() == 2
-    assert len(seen) == 6 * 4 * 3
-    assert {s.step for s in seen} == set(range(6))
-
-
 class Recomputing(Blocks):
     """Keeps no activations of its blocks."""
 
@@ -307,23 +273,6 @@ def test_transforms_of_torch_func_inside_compiled_code() -> None:
         result = run(parameters, x)
     assert all(torch.allclose(result[name], expected[name], atol=1e-6) for name in expected)
     assert collections.Counter(s.where for s in seen) == collections.Counter(s.where for s in eager)
-
-
-def test_a_copy_of_a_hooked_compiled_model_has_no_hooks() -> None:
-    """deepcopy while hooked: the copy compiles and runs, silently; the first still reports."""
-    model, x, seen = Blocks(), torch.randn(3, 4), []
-    run = compiled(model)
-    with observe_all(model, seen):
-        step(run, x)
-        twin = copy.deepcopy(model)
-        count = len(seen)
-        copied = compiled(twin)
-        assert torch.allclose(copied(x), run(x), atol=1e-6)
-        step(copied, x)
-        assert len(seen) == count + 2 * 9
-        step(run, x)
-        assert len(seen) == 2 * count + 2 * 9
-    assert breaks() == 0
 
 
 def test_two_threads_on_one_compiled_model_count_apart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 import pytest
@@ -124,43 +123,11 @@ def test_an_in_place_change_that_would_be_lost_is_an_error(mode: Any) -> None:
         assert torch.equal(run(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_an_edit_that_cannot_be_traced_is_the_compilers_error_naming_the_site() -> None:
-    """The hook's name and its module are in the text."""
-
-    def edit(module, args, output):
-        threading.current_thread()
-        return output * 2
-
-    model, x = Blocks(1), torch.randn(3, 4)
-    run = compiled(model)
-    with (
-        hl.attach(model, "layers.0.up", edit, name="through the thread"),
-        pytest.raises(torch._dynamo.exc.Unsupported) as error,
-    ):
-        run(x)
-    assert "through the thread" in str(error.value)
-    assert "layers.0.up" in str(error.value)
-    assert run(x).shape == (3, 4)
-
-
 def _append_shape(module, args, output):
     SHAPES.append(tuple(output.shape))
 
 
 SHAPES: list[tuple[int, ...]] = []
-
-
-def test_plain_hooks_that_return_nothing_need_not_be_traced() -> None:
-    """A hook without observe=True that only looks on is left out of the graph, wherever it appends to."""
-    model, x = Blocks(), torch.randn(3, 4)
-    SHAPES.clear()
-    run = compiled(model)
-    run(x)
-    with hl.attach(model, "layers.#", _append_shape):
-        run(x), run(x)
-    assert SHAPES == [(3, 4)] * 4
-    assert breaks() == 0
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])

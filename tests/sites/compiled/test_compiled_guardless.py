@@ -55,21 +55,6 @@ def test_a_hook_that_came_after_guardless_code_is_told_so(keep: str, kind: str) 
         handle.remove()
 
 
-@pytest.mark.parametrize("remedy", ["before", "reset", "eager"])
-def test_each_remedy_that_is_named_has_the_hook_fire(remedy: str) -> None:
-    """Attached before the first call, compiled again, or run eagerly."""
-    model, run = compiled(FILTERS["all"])
-    if remedy == "before":
-        torch.compiler.reset()
-    handle = hl.attach(model, "used", look)
-    if remedy == "reset":
-        torch.compiler.reset()
-    with torch.compiler.set_stance("force_eager" if remedy == "eager" else "default"):
-        run(torch.ones(1, 2))
-    assert handle.report().fired == 1
-    handle.remove()
-
-
 def test_code_with_guards_is_not_blamed() -> None:
     """The control: a module that is never called, in code that notices hooks, has its own cause."""
     model = Model()

@@ -30,24 +30,6 @@ def _look(module, *shown) -> None:
     """Returns nothing."""
 
 
-def _marked(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-@pytest.mark.parametrize(
-    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-def test_a_copy_of_a_marked_model_is_clean_after_its_first_call(make: Any) -> None:
-    """As with hooks: the copy has none, and needs no mark."""
-    model, x = Blocks(1), torch.randn(3, 4)
-    compiled(model)(x)
-    with hl.attach(model, "*", _look, observe=True):
-        twin = make(model)
-        assert torch.equal(twin(x), Blocks.forward(model, x))
-        assert _marked(twin) == []
-        assert twin.layers[0].forward.__self__ is twin.layers[0]
-
-
 def _replica(module: nn.Module) -> nn.Module:
     """What ``nn.DataParallel`` makes on each device, here with the parameters of the original."""
     replica = module._replicate_for_data_parallel()

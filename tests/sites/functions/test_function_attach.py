@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, fresh, kinds_of, matrices, noting
+from helpers_functions import KINDS, LEVELS, Around, fresh, matrices, noting
 from torch import Tensor, nn
 
 import hookline as hl
@@ -20,23 +20,6 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 # -- the four kinds, on every level ------------------------------------------------------------------------
-
-
-@levels
-def test_without_grad_the_forward_kinds_fire_alone(level: str) -> None:
-    """Under no_grad, and in inference mode, and no later backward fires anything."""
-    target, run, _ = LEVELS[level]
-    events: list[str] = []
-    with hl.HandleSet(hl.attach_function(target, noting(events, kind), on=kind) for kind in kinds_of(level)):
-        a, b = matrices()
-        with torch.no_grad():
-            run(a, b)
-        assert events == ["forward_pre", "forward"]
-        with torch.inference_mode():
-            run(torch.ones(3, 3), torch.ones(3, 3))
-        assert events == ["forward_pre", "forward"] * 2
-        (a.exp() + b).sum().backward()
-    assert events == ["forward_pre", "forward"] * 2
 
 
 # -- inputs and outputs ------------------------------------------------------------------------------------
@@ -143,30 +126,6 @@ def test_fn_says_in_which_module_the_call_was_made(kind: str, scoped: bool) -> N
         assert during == ["0.attention", "0", "1.attention", "1"]
 
 
-@levels
-def test_the_module_is_known_for_every_level(level: str) -> None:
-    """Operators and classes say where they were called too, in forward and backward kinds."""
-    target, run, _ = LEVELS[level]
-    model = nn.Sequential(nn.Identity(), nn.Sequential(Around(lambda x: run(x, x.detach()))))
-    seen: list[Any] = []
-    kinds = kinds_of(level)
-    with hl.HandleSet(hl.attach_function(target, lambda fn, *_: seen.append(fn.module), on=kind) for kind in kinds):
-        model(fresh(3, 3)).sum().backward()
-    assert seen == ["1.0"] * len(kinds)
-
-
-def test_a_name_is_relative_to_the_model_given_as_within() -> None:
-    """Also where that is a part of the model that runs; without it, to the outermost module that runs."""
-    model, inner, outer = blocks(), [], []
-    with (
-        hl.attach_function("*.softmax", lambda fn, i, o: inner.append(fn.module), within=model[1]),
-        hl.attach_function("aten._softmax", lambda fn, i, o: outer.append(fn.module)),
-    ):
-        model(fresh(2, 3))
-    assert inner == ["attention", ""]
-    assert outer == ["0.attention", "0", "1.attention", "1"]
-
-
 def test_two_hooks_on_one_function_each_have_names_in_their_own_model() -> None:
     """A hook within a part and a hook within the whole, on the same calls."""
     model, of_part, of_whole = blocks(), [], []
@@ -177,17 +136,6 @@ def test_two_hooks_on_one_function_each_have_names_in_their_own_model() -> None:
         model(fresh(2, 3))
     assert of_whole == ["0.attention", "0", "1.attention", "1"]
     assert of_part == ["attention", ""]
-
-
-@kinds
-def test_calls_are_numbered_anew_in_each_forward(kind: str) -> None:
-    """0, 1, 2 within one forward of the model; the step tells forwards apart."""
-    model, seen = Around(lambda x: torch.exp(torch.exp(torch.exp(x)))), []
-    with hl.attach_function(torch.exp, lambda fn, *_: seen.append((fn.step, fn.call)), on=kind, within=model):
-        for _ in range(2):
-            model(fresh(2) * 0.1).sum().backward()
-    order = [0, 1, 2] if kind.startswith("forward") else [2, 1, 0]
-    assert seen == [(step, call) for step in range(2) for call in order]
 
 
 @levels

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, Pair, Scale, fresh, kinds_of, label, matrices, modes, noting
+from helpers_functions import KINDS, LEVELS, Around, Pair, fresh, kinds_of, label, matrices
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -66,19 +65,6 @@ def test_an_edit_is_what_the_run_goes_on_with_and_gradients_flow_through_it(kind
     assert all(map(torch.equal, gradients(model, x), plain))
 
 
-@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
-def test_edits_on_classes_flow_into_the_graph(kind: str) -> None:
-    """The same for a function of one's own."""
-    x, y = fresh(3), fresh(3)
-    with hl.attach_function(Scale, lambda fn, *tensors: tensors[-1][0].square(), on=kind):
-        edited = Scale.apply(x, 2.0)
-        edited.sum().backward()
-    expected = Scale.apply(y.square(), 2.0) if kind == "forward_pre" else Scale.apply(y, 2.0).square()
-    expected.sum().backward()
-    assert torch.equal(edited, expected)
-    assert torch.equal(x.grad, y.grad)
-
-
 def test_edits_of_inputs_reach_into_lists_and_keywords_without_changing_the_callers() -> None:
     """The function gets a list with the new tensors, the caller's list stays as it was."""
     pieces = [torch.ones(1), torch.zeros(1)]
@@ -92,19 +78,15 @@ def test_edits_of_inputs_reach_into_lists_and_keywords_without_changing_the_call
 @pytest.mark.parametrize(
     ("kind", "returned", "says"),
     [
-        ("forward_pre", (torch.ones(3, 3),), "a tuple of 2 tensors, as it was shown, but got 1 values"),
-        ("forward_pre", torch.ones(3, 3), "a tuple of 2 tensors, as it was shown, but got a Tensor"),
-        ("forward_pre", "junk", "got a str"),
-        ("forward_pre", (torch.ones(3, 3), 3), "a tuple of 2 tensors"),
-        ("forward", (), "must return None or a tensor, as it was shown, but got 0 values"),
-        ("forward", (None,), "must return None or a tensor, as it was shown, but got a tuple with None at 0"),
-        ("forward", 3.0, "got a float"),
+        ("forward_pre", (torch.ones(3, 3),), "a tuple of 2 tensors"),
+        ("forward_pre", torch.ones(3, 3), "got a Tensor"),
+        ("forward_pre", (torch.ones(3, 3), 3), "got a tuple of (Tensor, int)"),
+        ("forward", (), "got a tuple of ()"),
         ("forward", {"a": 1}, "got a dict"),
         ("backward_pre", (torch.ones(3, 3),) * 2, "expected a tuple of 1"),
         ("backward_pre", torch.ones(2), "shape"),
         ("backward", torch.ones(3, 3), "expected a tuple of 2"),
         ("backward", (torch.ones(3, 3), torch.ones(1)), "shape"),
-        ("backward", "junk", "got a str"),
     ],
 )
 @pytest.mark.parametrize("level", ["function", "operator"])
@@ -129,27 +111,6 @@ def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, 
 
 
 # -- errors ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.product(level=list(LEVELS), kind=KINDS, scoped={"within": True, "bare": False})
-def test_an_error_in_the_function_itself_comes_out_as_it_is(level: str, kind: str, scoped: bool) -> None:
-    """The same error as without hooks, and hooks go on afterwards."""
-    target, run, _ = LEVELS[level]
-    if kind not in kinds_of(level):
-        pytest.skip("no such kind there")
-    model, events = Around(run), []
-    bad = torch.ones(3, 3), torch.ones(5, 5)
-    with pytest.raises(RuntimeError) as plain:
-        model(*bad)
-    with hl.attach_function(target, noting(events, "fired"), on=kind, within=model if scoped else None):
-        depth = len(modes())
-        with pytest.raises(RuntimeError) as hooked:
-            model(*bad)
-        assert str(hooked.value) == str(plain.value)
-        assert len(modes()) == depth
-        events.clear()
-        model(*matrices()).sum().backward()
-    assert events == ["fired"]
 
 
 # -- functions inside functions ----------------------------------------------------------------------------
@@ -220,7 +181,7 @@ def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> Non
         handle.remove()
     handle = hl.attach_function(Pair, lambda fn, i, o: None, within=model)
     model(torch.ones(2))
-    with pytest.warns(hl.errors.HookNeverFired, match="not applied|never called"):
+    with pytest.warns(hl.errors.HookNeverFired, match="not applied"):
         handle.remove()
 
 
@@ -237,14 +198,3 @@ def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
     ) as warned:
         handle.remove()
     assert "although the model ran" not in str(warned[0].message)
-
-
-def test_a_hook_put_on_in_a_thread_that_is_over_comes_off() -> None:
-    """Its mode went with the thread."""
-    handles: list[hl.HookHandle] = []
-    thread = threading.Thread(target=lambda: handles.append(hl.attach_function(torch.exp, lambda fn, i, o: None)))
-    thread.start()
-    thread.join()
-    torch.exp(torch.ones(1))
-    assert handles[0].report().fired == 0
-    handles[0].remove()

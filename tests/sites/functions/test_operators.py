@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers_functions import KINDS, LEVELS, Around, fresh, nothing, patched_classes, sin_product
 from helpers_waiting import PATIENCE
-from torch import Tensor, func, nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
@@ -100,15 +97,6 @@ def test_inputs_and_outputs_may_be_replaced_in_every_gradient_mode(mode: Any) ->
         assert [run(a, b).tolist() for run in (sin_product, packet, packet.default)] == [[7.0, 7.0]] * 3
 
 
-def test_what_a_hook_returns_is_not_differentiated() -> None:
-    """Operators are below autograd: the output is another, the gradient that of the sine."""
-    x = torch.zeros(3, requires_grad=True)
-    with hl.attach_function("aten.sin.default", lambda fn, inputs, outputs: (outputs[0] + 5,)):
-        y = torch.sin(x)
-    y.sum().backward()
-    assert (y.tolist(), x.grad.tolist()) == ([5.0] * 3, [1.0] * 3)
-
-
 def test_the_wiring_of_gradient_hooks_is_not_seen() -> None:
     """An edit of gradients has the inputs of a module go in as aliases: no operator of the model's."""
     model, seen = nn.Sequential(nn.Tanh(), nn.Bilinear(3, 3, 2)), []
@@ -132,29 +120,6 @@ def test_gradient_hooks_on_operators_are_refused(kind: str) -> None:
         with pytest.raises(hl.errors.KindError, match=r"below autograd.*Hook the function"):
             hl.attach_function(target, nothing, on=kind)
     assert hl.attached() == []
-
-
-@pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "hessian"])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("target", [["aten.mul*", "aten.add*", "aten.sin*"], "*", torch.sin], ids=["aten", "*", "sin"])
-def test_transforms_of_torch_func_keep_their_bits(name: str, target: Any) -> None:
-    """With hooks that watch, and with ones that hand back what they were shown; both fire."""
-
-    def curve(p: Tensor) -> Tensor:
-        return (torch.sin(p * 2 + 1).mul(1 / 3) * p).sum() * True
-
-    one, many = fresh(3, requires_grad=False), fresh(4, 3, requires_grad=False)
-    run = {
-        "grad": lambda: func.grad(curve)(one),
-        "vmap": lambda: func.vmap(func.grad(curve))(many),
-        "jvp": lambda: func.jvp(curve, (one,), (torch.ones(3),))[1],
-        "hessian": lambda: func.hessian(curve)(one),
-    }[name]
-    expected = run()
-    for hook in (nothing, lambda fn, inputs, outputs: outputs):
-        with hl.attach_function(target, hook) as handle:
-            assert torch.equal(run(), expected)
-        assert handle.report().fired
 
 
 def test_hooks_of_several_models_and_of_none_each_see_their_own_calls() -> None:
@@ -196,59 +161,6 @@ def test_a_model_that_its_own_hook_refers_to_is_not_kept_alive(level: str) -> No
     assert reference() is None
     hl.attach(nn.Identity(), lambda module, args, output: None).remove()
     assert patched_classes() == []
-
-
-def test_hooks_come_and_go_while_other_threads_run_the_operator() -> None:
-    """Within a model they count in every thread, from its next forward on."""
-    model, stop, errors = Around(torch.mm), threading.Event(), []
-    matrix = torch.ones(8, 8)
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                model(matrix, matrix)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    fired, deadline = 0, time.monotonic() + 1
-    try:
-        while time.monotonic() < deadline and not errors:
-            handle = hl.attach_function(aten.mm.default, nothing, within=model)
-            time.sleep(0.01)
-            handle.remove(quiet=True)
-            fired += handle.report().fired
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
-    assert fired
-
-
-class _Doubled(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.exp(torch.zeros(2)) * index
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_data_loader_workers_run_beside_hooks() -> None:
-    """Two forked workers deliver what they deliver without hooks."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork here")
-    dataset = _Doubled()
-    expected = [dataset[index] for index in range(8)]
-    with hl.attach_function(["*", "aten.*"], lambda fn, i, o: None):
-        loader = torch.utils.data.DataLoader(
-            dataset, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE
-        )
-        got = [row for batch in loader for row in batch]
-    assert all(map(torch.equal, got, expected))
 
 
 def test_hooks_load_no_compiler_and_compiled_code_beside_them_says_once_that_they_do_not_fire() -> None:

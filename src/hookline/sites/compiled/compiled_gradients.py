@@ -11,15 +11,11 @@ Takes the plan of the hooks as a text: it is part of the graph, and the compiler
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline import tree
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.gradients.backward_call import GradientHooks, end_of
@@ -36,7 +32,8 @@ GRADIENTS: Final = "gradients"
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
-_WIRING: Final = (*("gradients.backward_call", "gradients.call_gradients", "gradients.tensor_taps", "_torch"),)
+_VERSION: Final = "1"
+"""Part of the text that the compiler knows graphs on the disk by: another for each change of what they mean. Digits."""
 
 
 def plan_of(hooks: GradientHooks) -> str:
@@ -53,20 +50,9 @@ def plan_of(hooks: GradientHooks) -> str:
         "i": hooks.edits_gradients,
         "u": once,
         "a": once or hooks.edits_gradients,  # inputs go in as aliases
-        "s": hooks.tells_sites,
         "l": hooks.begins_late,  # inputs are noted after the call
     }
-    return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
-
-
-@functools.cache
-def _version() -> str:
-    """Return a number that changes with the wiring: the compiler keeps graphs on disk, and knows them by their text."""
-    code = b"".join(Path(sys.modules[name].__file__ or "").read_bytes() for name in _SHAPES_GRAPHS)
-    return str(zlib.crc32(code))  # digits alone: the letters after it mean something
-
-
-_SHAPES_GRAPHS: Final = (__name__, ops.__name__, tree.__name__, *(f"hookline.sites.{name}" for name in _WIRING))
+    return f"{_VERSION}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
 
 
 class What:

@@ -5,6 +5,7 @@ The operators of ``op_schemas`` call these functions, which find the `ModuleHook
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from hookline.sites.modules.module_hooks import HookChanges, hooks_with_key, run
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -74,9 +75,8 @@ def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
     return _token()
 
 
-_ONLY_OUTPUT: Final = "('(',('(',),('{',),'T',)"
-_NOTHING: Final[dict[str, Any]] = {"('(',('(',),('{',),)": ((), {}), "('(',('(',),('{',),None,)": ((), {}, None)}
-"""What hooks that look at nothing are shown before a call, and after it."""
+_ONLY_OUTPUT: Final = "('(','builtins:tuple',('(','builtins:tuple',),('{','builtins:dict',),'T',)"
+"""The layout that most observers read: no arguments, and one tensor as the output."""
 
 
 class _Shown:
@@ -106,14 +106,20 @@ class _Shown:
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Return arguments, keyword arguments, and after the forward the output."""
-        if self._layout in _NOTHING:
-            return _NOTHING[self._layout]
+        if not tensors and not numbers and not reals:
+            return _without_parts(self._layout)
         if self._layout == _ONLY_OUTPUT:
             return (), {}, tensors[0]
         return rebuild(self._layout, tensors, numbers, reals)
 
 
 _shown: Final = functools.lru_cache(maxsize=4096)(_Shown)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_parts(layout: str) -> Any:
+    """Return the values of a call of which hooks look at nothing that varies."""
+    return rebuild(layout, [], (), ())
 
 
 @ops.behind(ops.FIRE, _nothing)
@@ -124,48 +130,24 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
     module = module_hooks.module() if module_hooks is not None else None
     if not entries or module is None:
         return
-    if not tensors:
-        _show(shown, entries, module, tensors, numbers, reals)
-        return
-    if not torch.is_inference_mode_enabled() or all(entry.attachment.order_group is not _EDIT for entry in entries):
-        _show(shown, entries, module, [tensor.detach().clone() for tensor in tensors], numbers, reals)
-        return
-    with torch.inference_mode(False):  # what is made in it does not know whether it was changed
+    may_edit = bool(tensors) and any(entry.attachment.order_group is _EDIT for entry in entries)
+    counting = torch.is_inference_mode_enabled() and may_edit
+    with torch.inference_mode(False) if counting else _NO_CONTEXT:  # what it makes does not know if it was changed
         copies = [tensor.detach().clone() for tensor in tensors]
-    with _torch.counting_changes():
-        _show(shown, entries, module, copies, numbers, reals)
-
-
-def _show(
-    shown: _Shown,
-    entries: tuple[HookAtSite, ...],
-    module: nn.Module,
-    copies: list[Tensor],
-    numbers: Sequence[int],
-    reals: Sequence[Tensor],
-) -> None:
     values = shown.values(copies, numbers, reals)
-    grad = torch.is_grad_enabled()
-    if grad is shown.grad:
-        _run_all(entries, module, values, copies)
-        return
-    _torch.set_grad_enabled(shown.grad)
-    try:
-        _run_all(entries, module, values, copies)
-    finally:
-        _torch.set_grad_enabled(grad)
-
-
-def _run_all(entries: tuple[HookAtSite, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
     run_one = run_one_post if len(values) == 3 else run_one_pre
-    for entry in entries:
-        if not copies or entry.attachment.order_group is not _EDIT:
+    with (
+        _torch.counting_changes() if counting else _NO_CONTEXT,
+        _NO_CONTEXT if torch.is_grad_enabled() is shown.grad else torch.set_grad_enabled(shown.grad),
+    ):
+        for entry in entries:
+            versions = [copy._version for copy in copies] if may_edit else []
             run_one(entry, module, *values)
-            continue
-        versions = [copy._version for copy in copies]  # 1 to begin with, if what was copied is of inference mode
-        run_one(entry, module, *values)
-        if [copy._version for copy in copies] != versions:
-            raise _changed_in_place(entry)
+            if may_edit and [copy._version for copy in copies] != versions and entry.attachment.order_group is _EDIT:
+                raise _changed_in_place(entry)
+
+
+_NO_CONTEXT: Final = contextlib.nullcontext()
 
 
 def _changed_in_place(entry: HookAtSite) -> HookReturnError:
@@ -193,20 +175,37 @@ def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
 def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
     """Hand over several summaries: ``what`` has a line for each, of ``found`` each has as many as ``numbers`` says."""
     received: dict[Summary, list[Handed]] = {}
-    begin = 0
-    for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
-        end = begin + number
-        module_hooks: ModuleHooks | None = hooks_with_key(key)
-        module = module_hooks.module() if module_hooks is not None else None
-        if module_hooks is not None and module is not None:
-            for entry in made_for.entries(module_hooks):
-                summary = entry.attachment.summary
-                if summary is not None:
-                    entry.count()
-                    received.setdefault(summary, []).append(Handed(entry.name, module, found[begin:end], size))
-        begin = end
+    parts = iter(found)
+    for key, text, number, size in zip(keys, what.split("\n"), numbers, each, strict=True):
+        own = list(itertools.islice(parts, number))
+        for entry, summary, module in _receiving(key, text):
+            entry.count()
+            received.setdefault(summary, []).append(Handed(entry.name, module, own, size))
     for summary, items in received.items():
         summary.receive(items)
+
+
+def _receiving(key: Tensor, text: str) -> Iterator[tuple[HookAtSite, Summary, nn.Module]]:
+    """Return the hooks that are on by now and that a summary in a graph is for, with what receives it."""
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
+    module = module_hooks.module() if module_hooks is not None else None
+    if module_hooks is None or module is None:
+        return
+    entries: Sequence[HookAtSite | None] = module_hooks.backward_pre
+    number = _number_in(text)
+    if number is None:
+        entries = (_shown(text).hook_at(module_hooks),)
+    for entry in entries:
+        summary = None if entry is None or entry.attachment.removed else entry.attachment.summary
+        if entry is not None and summary is not None and number in (None, summary.number):
+            yield entry, summary, module
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_in(text: str) -> int | None:
+    """Return the number of a summary of gradients; None for one of the forward."""
+    kind, _, number = text.partition(" ")
+    return int(number.partition("|")[0]) if kind == GRADIENTS else None
 
 
 class _Receivers:
@@ -219,15 +218,9 @@ class _Receivers:
         by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
         for line in what.split("\n"):
             number, share, text = ops.read_line(line)
-            module_hooks: ModuleHooks | None = hooks_with_key(keys[number])
-            module = module_hooks.module() if module_hooks is not None else None
-            if module_hooks is None or module is None:
-                continue
-            for entry in _made_for(text).entries(module_hooks):
-                summary = entry.attachment.summary
-                if summary is not None:
-                    self.entries.append(entry)
-                    by_summary.setdefault(summary, []).append((entry.name, module, share))
+            for entry, summary, module in _receiving(keys[number], text):
+                self.entries.append(entry)
+                by_summary.setdefault(summary, []).append((entry.name, module, share))
         self.takes = [summary.prepare(sites) for summary, sites in by_summary.items()]
 
 
@@ -250,36 +243,6 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
 
 _GRAPHS: Final = 64
 """So many graphs of a model are remembered; more are compiled only where something goes wrong."""
-
-
-class _MadeFor:
-    """The hooks that a summary in a graph is for, read from its text."""
-
-    __slots__ = ("_gradients", "_shown")
-
-    def __init__(self, text: str) -> None:
-        kind, _, number = text.partition(" ")
-        self._gradients = int(number.partition("|")[0]) if kind == GRADIENTS else None
-        self._shown = None if kind == GRADIENTS else _Shown(text)
-
-    def entries(self, module_hooks: ModuleHooks) -> Sequence[HookAtSite]:
-        """Return those that are on by now."""
-        if self._shown is None:
-            return [entry for entry in module_hooks.backward_pre if _number_of(entry) == self._gradients]
-        entry = self._shown.hook_at(module_hooks)
-        return () if entry is None or entry.attachment.removed else (entry,)
-
-
-_made_for: Final = functools.lru_cache(maxsize=4096)(_MadeFor)
-
-
-@functools.lru_cache(maxsize=1024)
-def _lines(what: str) -> list[_MadeFor]:
-    return [_MadeFor(line) for line in what.split("\n")]
-
-
-def _number_of(entry: HookAtSite) -> int | None:
-    return None if entry.attachment.summary is None else entry.attachment.summary.number
 
 
 @ops.behind(ops.NOTE, _token)

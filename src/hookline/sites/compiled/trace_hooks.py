@@ -9,25 +9,22 @@ for gradients (`plan_of`), whether the model counts its forwards here, and the n
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import threading
 import warnings
-from collections.abc import Mapping
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from hookline import tree
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
-from hookline.sites.compiled.value_layout import Parts, collect, describe, is_record, substitute
+from hookline.sites.compiled.value_layout import Parts, describe
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from torch import nn
 
@@ -61,23 +58,17 @@ class _Serial(threading.local):
 def _without_operators() -> bool:
     """Return whether nothing of ours may be left in what is being traced.
 
-    An exported program is to run where there are no hooks, and no hookline; under ``torch.vmap`` it is said once.
+    An exported program is to run where there are no hooks, and no hookline; ``torch.vmap`` has no rule for operators.
     """
     if _torch.exporting() or not _torch.vectorizing():
         return _torch.exporting()
-    if not _Said.vectorized:
-        _Said.vectorized = True
-        warnings.warn(
-            "A model with hooks is being compiled under torch.vmap: its observers and gradient hooks do not fire "
-            "there. Run it without vmap, or eagerly (torch.compiler.disable).",
-            HooklineWarning,
-            stacklevel=2,
-        )
+    warnings.warn(
+        "A model with hooks is being compiled under torch.vmap: its observers and gradient hooks do not fire there. "
+        "Run it without vmap, or eagerly (torch.compiler.disable).",
+        HooklineWarning,
+        stacklevel=2,
+    )
     return True
-
-
-class _Said:
-    vectorized = False
 
 
 def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -146,8 +137,7 @@ def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any
 def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
     if _without_operators():
         return
-    tensors: list[Tensor] = []
-    collect(value, tensors)
+    tensors = [leaf for _, leaf in tree.leaves(value) if _is_carried(leaf)]
     found = ops.MAKERS[int(numbers.split(",")[place])](tensors)
     if found is not None:
         ops.SINK(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||", *found)
@@ -157,12 +147,11 @@ def _edit(hook: Slot, steps: str, place: int, entry: HookAtSite, module: nn.Modu
     if not _without_operators():
         ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
-    assert attachment.by_name is not None
     if attachment.context is not None:
         _refuse_scoped(attachment.name)
     if attachment.wants_site:
-        return attachment.by_name(entry.hook, module, *args, site=Site(entry.name, module, attachment.kind))
-    return attachment.by_name(entry.hook, module, *args)
+        return entry.hook(module, *args, site=Site(entry.name, module, attachment.kind))
+    return entry.hook(module, *args)
 
 
 @_torch.constant_while_tracing
@@ -176,69 +165,49 @@ def _refuse_scoped(name: str) -> None:
 
 def _enter_gradients(hook: Slot, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Watch the gradients of the inputs; return the arguments to go on with, if they are others."""
-    places, tensors, names = _places(plan, args, kwargs)
+    places, tensors, names = _places(args, kwargs)
     passed = ops.ENTER(hook.key, f"{plan}|{places}|{names}", tensors)
-    if "a" not in plan:
-        return None
-    used: list[None] = []
-    return substitute(args, passed, used), substitute(kwargs, passed, used)
+    return _with_tensors((args, kwargs), iter(passed)) if "a" in plan else None
 
 
 def _leave_gradients(hook: Slot, plan: str, output: Any) -> Any:
     """Watch the gradients of the outputs; return the output to go on with."""
     if isinstance(output, tuple | list):
-        places, tensors, names = _places(plan, output, {})
+        places, tensors, names = _places(output, {})
     else:
-        places, tensors, names = _places(plan, (), {"": output})
+        places, tensors, names = _places((), {"": output})
     if not tensors:
         return output
-    passed = ops.LEAVE(hook.key, f"{plan}|{places}|{names}", tensors)
-    return substitute(output, passed, [])
+    return _with_tensors(output, iter(ops.LEAVE(hook.key, f"{plan}|{places}|{names}", tensors)))
 
 
-def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
-    """Return which places gradients will be handed over in, and their names."""
+def _places(args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
+    """Return which places gradients will be handed over in, the tensors, and the names of the places."""
     tensors: list[Tensor] = []
     places = ""
     names: list[str] = []
-    for index, value in enumerate(args):
-        before = len(tensors)
-        collect(value, tensors)
-        count = len(tensors) - before
-        places += "1" * count if count else "0"
-        if "s" in plan:
-            names += _names(value, str(index)) or [str(index)]
-    for key, value in kwargs.items():
-        before = len(tensors)
-        collect(value, tensors)
-        places += "1" * (len(tensors) - before)
-        if "s" in plan:
-            names += _names(value, key)
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        found = [(path, leaf) for path, leaf in tree.leaves(value, str(key)) if _is_carried(leaf)]
+        tensors += [tensor for _, tensor in found]
+        if found or not isinstance(key, int):
+            places += "1" * len(found)
+            names += [path for path, _ in found]
+        else:
+            places += "0"
+            names.append(str(key))
     return places, tensors, ",".join(names)
 
 
-def _names(value: Any, path: str) -> list[str]:
+def _with_tensors(value: Any, fresh: Iterator[Tensor]) -> Any:
+    """Return ``value``, in containers of its own, with ``fresh`` in the place of tensors that an operator was given."""
     if isinstance(value, Tensor):
-        return [path]
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, tuple | list):
-        items = list(enumerate(value))
-    elif isinstance(value, Mapping):
-        items = list(value.items())
-    elif is_record(value):
-        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return [name for key, item in items for name in _names(item, f"{path}.{key}" if path else str(key))]
+        return next(fresh) if _is_carried(value) else value
+    pairs = tree.children(value)
+    if pairs is None:
+        return value
+    return tree.twin_of(value, {key: _with_tensors(item, fresh) for key, item in pairs})
 
 
-@functools.lru_cache(maxsize=1024)
-def call_by_name(name: str) -> Callable[..., Any]:
-    """Return what calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack.
-
-    The same for the same name, so that code compiled with a hook fits when the hook comes back.
-    """
-
-    def call(hook: Any, *args: Any, **options: Any) -> Any:
-        return hook(*args, **options)
-
-    code: CodeType = call.__code__
-    return FunctionType(code.replace(co_name=name, co_qualname=name), globals(), name)
+def _is_carried(leaf: Any) -> bool:
+    """Return whether it is a tensor that can be given to an operator of ours as it is."""
+    return isinstance(leaf, Tensor) and _torch.local_tensor(leaf) is leaf

@@ -3,17 +3,17 @@
 `describe` runs while the compiler traces: it takes arguments or an output apart with nothing but what can be traced.
 `rebuild` runs when the compiled graph does, and puts the same structure together around the tensors of that run.
 
-The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number, a tuple begins
-with what it is: a text ('s'), a tuple, list or dict by its bracket, an object of a class ('M' named tuple, 'D' mapping,
-'C' dataclass) or one that no graph can carry ('O').
+The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
+with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an
+object that no graph can carry ('O').
 
     >>> import torch
     >>> parts = Parts()
-    >>> text = describe({"a": torch.ones(1), "b": (2, None)}, parts)
+    >>> text = describe(("a", torch.ones(1), 2, None), parts)
     >>> text
-    "('{',('s','a'),'T',('s','b'),('(','I',None,),)"
+    "('(','builtins:tuple',('s','a'),'T','I',None,)"
     >>> rebuild(text, parts.tensors, parts.numbers, parts.reals)
-    {'a': tensor([1.]), 'b': (2, None)}
+    ('a', tensor([1.]), 2, None)
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import ast
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from hookline import tree
 from hookline.sites import _torch
 
 
@@ -72,27 +74,13 @@ def describe(value: Any, parts: Parts) -> str:
         if local is not None:
             parts.tensors.append(local)
             return "'T'"
-    elif isinstance(value, tuple):
-        return _listed("'('" if type(value) is tuple else _named("M", type(value)), list(value), parts)
-    elif isinstance(value, list):
-        return _listed("'['", value, parts)
-    elif isinstance(value, Mapping):
-        items = [part for item in value.items() for part in item]
-        return _listed("'{'" if type(value) is dict else _named("D", type(value)), items, parts)
-    elif is_record(value):
-        items = []
-        for field in dataclasses.fields(value):
-            items += [field.name, getattr(value, field.name)]
-        return _listed(_named("C", type(value)), items, parts)
-    return _listed(_named("O", type(value)), [], parts)
-
-
-def _listed(what: str, items: list[Any], parts: Parts) -> str:
-    return f"({what},{''.join([describe(item, parts) + ',' for item in items])})"
-
-
-def _named(letter: str, cls: type) -> str:
-    return f"'{letter}',{_name_of(cls)!r}"
+    pairs = None if isinstance(value, Tensor) else tree.children(value)
+    name = _name_of(type(value))
+    if pairs is None:
+        return f"('O',{name!r})"
+    is_sequence = isinstance(value, tuple | list | deque)
+    items = [item for _, item in pairs] if is_sequence else [part for pair in pairs for part in pair]
+    return f"({'(' if is_sequence else '{'!r},{name!r},{''.join([describe(item, parts) + ',' for item in items])})"
 
 
 _CLASSES: Final[dict[str, type]] = {}
@@ -104,56 +92,6 @@ def _name_of(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     _CLASSES[name] = cls
     return name
-
-
-def collect(value: Any, found: list[Tensor]) -> None:
-    """Add every tensor in ``value``, in the order in which `substitute` comes to them. To be traced."""
-    if isinstance(value, Tensor):
-        if _torch.local_tensor(value) is value:
-            found.append(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            collect(item, found)
-    elif is_record(value):
-        for field in dataclasses.fields(value):
-            collect(getattr(value, field.name), found)
-
-
-def is_record(value: Any) -> bool:
-    """Return whether a value is a dataclass, whose fields are looked into. To be traced."""
-    # None is asked for first: on torch 2.11 the compiler cannot trace what is_dataclass asks of its class.
-    return value is not None and dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
-    """Return ``value`` with the next of ``tensors`` in place of each tensor; ``used`` grows with each. To be traced.
-
-    Tuples, lists and dicts are made anew; mappings of another make, and dataclasses, which modules return, are changed.
-    """
-    if isinstance(value, Tensor):
-        if _torch.local_tensor(value) is not value:
-            return value
-        used.append(None)
-        return tensors[len(used) - 1]
-    if isinstance(value, tuple | list):
-        items = [substitute(item, tensors, used) for item in value]
-        if type(value) is tuple:
-            return tuple(items)
-        return type(value)(*items) if isinstance(value, tuple) else items
-    if type(value) is dict:
-        return {key: substitute(item, tensors, used) for key, item in value.items()}
-    if isinstance(value, MutableMapping):
-        for key, item in list(value.items()):
-            value[key] = substitute(item, tensors, used)
-    elif is_record(value):
-        for field in dataclasses.fields(value):
-            item = substitute(getattr(value, field.name), tensors, used)
-            if not type(value).__dataclass_params__.frozen:
-                setattr(value, field.name, item)
-    return value
 
 
 _read: Final = functools.lru_cache(maxsize=1024)(ast.literal_eval)
@@ -171,46 +109,33 @@ def _made(node: Any, streams: dict[str, Iterator[Any]]) -> Any:
         return next(streams[node])
     if not isinstance(node, tuple):
         return node
-    letter, *rest = node
+    letter, name, *rest = node
     if letter == "s":
-        return rest[0]
+        return name
     if letter == "O":
-        return Unseen(rest[0].replace(":", "."))
-    if letter not in _BRACKETS:
-        value = _made(("(" if letter == "M" else "{", *rest[1:]), streams)
-        try:
-            return _construct(letter, _class_called(rest[0]), value)
-        except Exception:  # whatever the constructor of somebody's class may raise
-            return value
+        return Unseen(name.replace(":", "."))
     items = [_made(item, streams) for item in rest]
-    return _BRACKETS[letter](items)
+    plain = tuple(items) if letter == "(" else dict(zip(items[::2], items[1::2], strict=True))
+    try:
+        return _construct(_class_called(name), plain)
+    except Exception:  # whatever the constructor of somebody's class may raise
+        return plain
 
 
-_BRACKETS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "(": tuple,
-    "[": list,
-    "{": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
-}
-
-
-def _construct(letter: str, cls: Any, value: Any) -> Any:
-    if letter == "M":
-        return cls._make(value) if hasattr(cls, "_make") else cls(value)
-    if letter == "D" and not dataclasses.is_dataclass(cls):
-        return cls(value)
-    return cls(**{key: item for key, item in value.items() if letter == "D" or _is_init(cls, key)})
-
-
-def _is_init(cls: Any, name: str) -> bool:
-    return any(field.name == name and field.init for field in dataclasses.fields(cls))
+def _construct(cls: Any, plain: Any) -> Any:
+    """Return a container of ``cls`` with what is in a tuple or dict."""
+    if cls is type(plain):
+        return plain
+    if hasattr(cls, "_make"):
+        return cls._make(plain)
+    if not dataclasses.is_dataclass(cls):
+        return cls(plain)
+    given = [field.name for field in dataclasses.fields(cls) if field.init and field.name in plain]
+    return cls(**{name: plain[name] for name in given})  # type: ignore[operator]
 
 
 def _class_called(name: str) -> Any:
-    found: Any = _CLASSES.get(name)
-    if found is not None:
-        return found
+    if name in _CLASSES:
+        return _CLASSES[name]
     module, _, path = name.partition(":")
-    found = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+    return functools.reduce(getattr, path.split("."), sys.modules[module])

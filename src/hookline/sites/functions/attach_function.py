@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,18 +16,11 @@ from hookline.errors import HooklineWarning, HookSignatureError, KindError, NoMa
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import TARGETS, is_function, new_attachment
-from hookline.sites.functions.function_mode import (
-    ANYWHERE,
-    FunctionsOfModel,
-    FunctionsOfThread,
-    in_this_thread,
-    publish,
-    restore_classes,
-)
+from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import AttachOptions
+from hookline.sites.hook_at_site import AttachOptions, OrderGroup
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
@@ -86,8 +78,8 @@ def attach_function(
     Functions that are called inside another function of torch are not seen: ``nn.MultiheadAttention`` calls
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
     Operators are seen below autograd: what a hook returns there is not differentiated, and every other operator takes
-    some microseconds more meanwhile. A gradient hook that may return a value takes no part in in-place calls whose
-    inputs share memory (``v += v``); an observer does.
+    some microseconds more meanwhile. A ``backward`` hook that may return a value does not go with functions that change
+    a tensor itself (``add_``, ``+=``), and is left out of those that a glob matches; an observer is not.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest functions.
@@ -117,87 +109,72 @@ def attach_function(
 
 def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
     """Attach to all of the places, or to none."""
-    if attachment.kind.is_gradient:
-        _refuse_operators(places, attachment.kind)
+    places = _able(attachment, places)
+    began = threading.get_ident(), _torch.sequence_number()
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
         # Of those that are bound to no model, classes count in all threads, the others in this one.
-        scope = in_this_thread() if within is None else _scope_of(unwrap(within))
+        scope = scope_of_thread() if within is None else _scope_of(unwrap(within))
         for_classes = ANYWHERE if within is None else scope
-        for each in (scope, for_classes):
-            each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
         scope.counter.serve(attachment)
-        attachment.on_remove = lambda attachment: _take_off(attachment, scope, for_classes)
+        attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
         if attachment.kind.is_gradient:
-            _watch_gradients(attachment)
+            BackwardCall.functions_too = True
         try:
             for place in places:
                 each = for_classes if isinstance(place.func, type) else scope
                 attachment.entries[each.add(attachment, place)] = None
             publish()
-            if isinstance(scope, FunctionsOfThread) and any(entry.container is scope for entry in attachment.entries):
-                scope.switch_on(attachment)
         except BaseException:
             handle.remove(quiet=True)
             raise
         return handle
 
 
-def _refuse_operators(places: list[Place], kind: Kind) -> None:
-    """Raise if a gradient hook is to go on an operator."""
+def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
+    """Return the places where a hook can do what it is for; of a list or a glob, the others are left out."""
+    kind = attachment.kind
+    if not kind.is_gradient:
+        return places
     operator = next((place for place in places if place.is_operator), None)
     if operator is not None:
         raise KindError(
             f"on={kind.value!r} does not go with {operator.name}: operators are seen below autograd, where there are "
             "no gradients. Hook the function of torch that calls it, the module, or a torch.autograd.Function."
         )
+    if kind is not Kind.BACKWARD or not attachment.may_edit or attachment.order_group is OrderGroup.OBSERVE:
+        return places
+    able = [place for place in places if not place.changes_tensor]
+    if places and not able:
+        raise KindError(
+            f"on={kind.value!r} does not go with {places[0].name} for a hook that may return gradients: it changes the "
+            "tensor itself, for which no alias can stand in. Pass observe=True to watch its gradients."
+        )
+    return able
 
 
-def _take_off(attachment: Attachment, scope: FunctionsOfModel, for_classes: FunctionsOfModel) -> None:
-    """Take all entries off, and then make one table of the hooks that are left."""
-    if isinstance(scope, FunctionsOfThread):
-        scope.switch_off(attachment)
+def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> None:
+    """Take all entries off, and let the model go if it has no other hooks on functions."""
     for entry in attachment.entries:
         entry.container.discard(entry)
     publish()
     restore_classes(attachment)
-    _unwatch_gradients(attachment)
+    # A hook had its chance if this thread has computed something, though no forward of a model has begun.
+    if began[0] == threading.get_ident() and began[1] < _torch.sequence_number():
+        for entry in attachment.entries:
+            if entry.counter.step == entry.step_at_attach:
+                entry.step_at_attach = NOT_CALLED
     model = scope.counter.model()
-    began = scope.attachments.pop(attachment, None)
-    for_classes.attachments.pop(attachment, None)
-    if model is not None and began is not None and began[0] == threading.get_ident():
-        _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
-    if model is not None and not scope.attachments:
+    if model is not None and not scope.hooks:
         hooks_of_module(model).set_around(None)
 
 
-def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) -> None:
-    """Note that hooks could have fired: something was computed, but the model was not called itself."""
-    if something_ran and all(entry.counter.step == entry.step_at_attach for entry in attachment.entries):
-        for entry in attachment.entries:
-            entry.step_at_attach = NOT_CALLED
-
-
-def _watch_gradients(attachment: Attachment) -> None:
-    _GRADIENT_HOOKS.add(attachment)
-    BackwardCall.functions_too = True
-
-
-def _unwatch_gradients(attachment: Attachment) -> None:
-    _GRADIENT_HOOKS.discard(attachment)
-    BackwardCall.functions_too = bool(_GRADIENT_HOOKS)
-
-
-_GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
-"""Those that are on; the ones of a model that is gone are gone with it."""
-
-
-def _scope_of(model: nn.Module) -> FunctionsOfModel:
+def _scope_of(model: nn.Module) -> Scope:
     """Return the scope of a model, in whose forwards functions count from the next one on."""
     counter = counter_of(model)
     module_hooks = hooks_of_module(model)
-    if not isinstance(module_hooks.around, FunctionsOfModel):
-        module_hooks.set_around(FunctionsOfModel(counter))
-    assert isinstance(module_hooks.around, FunctionsOfModel)
+    if not isinstance(module_hooks.around, Scope):
+        module_hooks.set_around(Scope(counter))
+    assert isinstance(module_hooks.around, Scope)
     return module_hooks.around

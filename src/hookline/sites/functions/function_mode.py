@@ -1,14 +1,12 @@
 """See the calls of functions: through two modes in each thread, and through a base of ours in classes.
 
-``attach_function`` adds entries to scopes: a model's, whose forwards enter and leave it, or a thread's. torch shows
-functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an ``autograd.Function`` class to neither:
-while it has hooks, it has one more base. All three look the function up in one table of hooks, that of the scopes the
-thread is in. It is made when hooks come or go, so that a function without hooks costs one look-up; each mode is on its
-stack only while the table has something for it.
+``attach_function`` adds entries to scopes: a model's, whose forwards enter and leave it, a thread's, or that of the
+process. torch shows functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an
+``autograd.Function`` class to neither: while it has hooks, it has one more base. All three ask the `_Thread` for the
+hooks of the scopes that it is in.
 
-Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So a hook that is put on
-without ``with`` goes *under* the modes that are there, and comes off by being lifted out from among them; what is not
-ours is never taken off.
+Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the modes
+that are there, and come off by being lifted out from among them; what is not ours is never taken off.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 from hookline.errors import HooklineWarning, UnhookableError
 from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
-from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
-from hookline.sites.functions.function_names import spellings
+from hookline.sites.functions.function_hooks import FunctionHooks
 from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 from hookline.sites.receipt import NOT_CALLED
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from hookline.sites.functions.function_names import Place
     from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
-_Running: TypeAlias = "tuple[weakref.ref[FunctionsOfModel], ...]"
+_Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
 
 
 # -- what torch calls ----------------------------------------------------------------------------------------------
@@ -46,31 +43,24 @@ _Running: TypeAlias = "tuple[weakref.ref[FunctionsOfModel], ...]"
 class _FunctionMode(TorchFunctionMode):
     """Torch calls it for every function of torch while it is on the stack of its thread."""
 
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__()
-        self._thread = thread
+    stack = _torch.FUNCTION_MODES
+    is_on = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        thread = self._thread
-        hooks = thread.table.get(func)
-        if is_dynamo_compiling():
-            if hooks is not None:
-                _warn_compiled()
-            return func(*args, **kwargs) if kwargs else func(*args)
-        thread.saw_calls = True
+        hooks = _THREAD.hooks_on(func)
+        if hooks is not None and is_dynamo_compiling():
+            _warn_compiled()
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, thread.hooks_on)
+        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
 
 
 class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients."""
 
+    stack = _torch.DISPATCH_MODES
+    is_on = False
     supports_higher_order_operators = True
-
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._thread = thread
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -81,15 +71,13 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True  # otherwise torch compiles nothing while it is on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        thread = self._thread
-        thread.saw_calls = True
-        hooks = thread.table.get(func)
-        if hooks is None or thread.in_class_hook or _torch.called_by_us(2):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if _torch.is_tracing():
+        hooks = _THREAD.hooks_on(func)
+        if hooks is not None and _torch.is_tracing():
             _warn_compiled()
+            hooks = None
+        if hooks is None or _THREAD.in_class_hook or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, thread.hooks_on, gradients=False)
+        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
 
 
 class _Patch:
@@ -122,10 +110,9 @@ class _Patch:
             def apply(cls, *args: Any, **kwargs: Any) -> Any:
                 # A reference to this method may be kept, and used when the base is taken away again.
                 run = super().apply if Hooked in cls.__mro__ else cls.apply  # type: ignore[misc]
-                thread = _LOCAL.thread
                 # A subclass is another function.
-                hooks = None if thread.in_class_hook or cls is not hooked else thread.table.get(cls)
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread.hooks_on)
+                hooks = None if _THREAD.in_class_hook or cls is not hooked else _THREAD.hooks_on(cls)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, _THREAD.hooks_on)
 
         return Hooked
 
@@ -138,7 +125,7 @@ _PATCHED: Final[dict[type, _Patch]] = {}
 """The classes that have hooks now."""
 
 
-def patch_class(attachment: Attachment, place: Place) -> None:
+def _patch_class(attachment: Attachment, place: Place) -> None:
     """Have a class show its calls for as long as the attachment is on; under LOCK."""
     if place.func not in _PATCHED:
         _PATCHED[place.func] = _Patch(place)
@@ -159,6 +146,19 @@ def restore_classes(attachment: Attachment | None = None) -> None:
 ON_SWEEP.append(restore_classes)
 
 
+def _unseen(hook: Any) -> Any:
+    """Return a hook on a class such that what it calls itself goes unseen, as modes have it by themselves."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, _THREAD.in_class_hook = _THREAD.in_class_hook, True
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            _THREAD.in_class_hook = before
+
+    return run
+
+
 # -- the scopes of hooks -------------------------------------------------------------------------------------------
 
 
@@ -173,7 +173,7 @@ class _HookOnFunction(HookAtSite):
 class _HooksByFunction(dict[Any, FunctionHooks]):
     """The hooks of some scopes, by function, operator or class."""
 
-    def __init__(self, scopes: tuple[FunctionsOfModel, ...]) -> None:
+    def __init__(self, scopes: tuple[Scope, ...]) -> None:
         gathered: dict[Any, list[HookAtSite]] = {}
         for scope in scopes:
             for entry in scope.hooks:
@@ -183,42 +183,39 @@ class _HooksByFunction(dict[Any, FunctionHooks]):
         self.has_functions = any(not isinstance(func, _torch.OpOverload | type) for func in self)
 
 
-class FunctionsOfModel(HookContainer):
-    """The hooks on functions that are called in the forwards of one model, whose table calls `enter` and `leave`.
+class Scope(HookContainer):
+    """The hooks on functions that count in the forwards of one model, in one thread, or everywhere.
 
-    They are kept here, and this with the model, so that a hook which refers to its own model does not keep it alive.
+    That of a model is kept with the model, so that a hook which refers to its own model does not keep it alive.
     """
 
-    def __init__(self, counter: ForwardCounter) -> None:
+    def __init__(self, counter: ForwardCounter = NO_MODEL) -> None:
         self.counter = counter
-        self.attachments: dict[Attachment, tuple[int, int]] = {}
-        """Every attachment that is bound to this scope; by whom it was made, and when."""
         self.hooks: dict[_HookOnFunction, None] = {}
         """The hooks, in the order they came."""
-        # Weak, since other scopes may be of models that are gone.
-        self._tables: dict[_Running, _HooksByFunction] = {}
-        self._published = -1
+        self._made_at = -1
+        # By the other scopes; weak, since they may be of models that are gone.
+        self._together: dict[_Others, _HooksByFunction] = {}
 
     def enter(self) -> None:
-        """Begin a forward in this thread."""
+        """Begin a forward of the model in this thread."""
         self.counter.begin()
-        _LOCAL.thread.enter(self)
+        _THREAD.enter(self)
 
     def leave(self) -> None:
         """End it, however it ended."""
-        _LOCAL.thread.leave(self)
+        _THREAD.leave(self)
 
     def entries(self) -> Iterator[HookAtSite]:
         """Return one entry of each attachment."""
-        for attachment in self.attachments:
-            yield from list(attachment.entries)[:1]
+        yield from {entry.attachment: entry for entry in self.hooks}.values()
 
     def add(self, attachment: Attachment, place: Place) -> HookAtSite:
         """Put a hook on a function; `publish` makes it count."""
         entry = _HookOnFunction(attachment, place.name, self, self.counter)
         entry.func = place.func
         if isinstance(place.func, type):
-            patch_class(attachment, place)
+            _patch_class(attachment, place)
             entry.hook = _unseen(entry.hook)
         self.hooks[entry] = None
         return entry
@@ -227,106 +224,48 @@ class FunctionsOfModel(HookContainer):
         """Take a hook off; `publish` makes that count."""
         self.hooks.pop(cast(_HookOnFunction, entry), None)
 
-    def table(self, scopes: tuple[FunctionsOfModel, ...]) -> _HooksByFunction:
-        """Return the hooks that count while a thread is in these scopes, this one the last of them."""
-        running = tuple(map(weakref.ref, scopes))
-        found = self._tables.get(running) if self._published == _State.published else None
+    def with_others(self, others: tuple[Scope, ...]) -> _HooksByFunction:
+        """Return the hooks that count while a thread is in this scope and these."""
+        if self._made_at != _State.published:
+            self._made_at, self._together = _State.published, {}
+        key = tuple(map(weakref.ref, others))
+        found = self._together.get(key)
         if found is None:
-            with LOCK:
-                if self._published != _State.published:
-                    self._published = _State.published
-                    self._tables = {}
-                found = self._tables[running] = _HooksByFunction(scopes)
+            found = self._together[key] = _HooksByFunction((*others, self))
         return found
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of functions that are never seen."""
-        known = _not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
-        missed, advice = _missed(cast(_HookOnFunction, entry))
-        if entry.attachment.kind.is_gradient:
+        if self.counter is not NO_MODEL and entry.step_at_attach == NOT_CALLED:
             return (
-                f"{missed}, or no backward pass came through its outputs; reentrant checkpointing repeats a forward "
-                "where none is seen (use_reentrant=False shows all)"
+                "the model itself was not called: within= counts what model(x) calls in eager code, and sees neither "
+                "model.forward(x) nor calls of a part of the model; give that part as within=, or leave within= out"
             )
-        return f"{missed}{advice}"
-
-
-class FunctionsOfThread(FunctionsOfModel):
-    """The hooks that are bound to no model; they count in the thread that has put them on."""
-
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__(NO_MODEL)
-        self._thread = weakref.ref(thread)
-        self._on: set[Attachment] = set()
-
-    def switch_on(self, attachment: Attachment) -> None:
-        """Have the modes of this thread see calls for the hook."""
-        self._on.add(attachment)
-        thread = _LOCAL.thread
-        thread.saw_calls = False
-        thread.enter(self)
-
-    def switch_off(self, attachment: Attachment) -> None:
-        """Let the modes go, from whichever thread; do nothing if the hook was not switched on."""
-        thread = self._thread()
-        if attachment not in self._on or thread is None:
-            return
-        self._on.discard(attachment)
-        if thread.saw_calls:
-            for entry in attachment.entries:
-                entry.step_at_attach = NOT_CALLED  # it had its chance
-        if thread is _LOCAL.thread:
-            thread.leave(self)
-        else:
-            thread.forget(self)  # its modes stay on the stacks of the thread, and do nothing
-
-
-def _unseen(hook: Any) -> Any:
-    """Return a hook on a class such that what it calls itself goes unseen, as modes have it by themselves."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        thread = _LOCAL.thread
-        before, thread.in_class_hook = thread.in_class_hook, True
-        try:
-            return hook(*args, **kwargs)
-        finally:
-            thread.in_class_hook = before
-
-    return run
-
-
-def _missed(entry: _HookOnFunction) -> tuple[str, str]:
-    """Return what did not happen where a hook never fired, and what to look at then."""
-    if isinstance(entry.func, type):
-        past = "" if _torch.APPLY_IS_PYTHON else ", or by an `apply` that was kept before the hook was attached"
-        return f"it was not applied{past}", ""
-    if isinstance(entry.func, _torch.OpOverload):
-        return "the operator never ran in eager code", (
-            "; the model may come by another overload or operator (a Linear runs aten.addmm or aten.mm; with gradients "
-            "on, one that is made of others shows as those), or run compiled"
+        func, last = cast(_HookOnFunction, entry).func, entry.name.rpartition(".")[2]
+        missed = (
+            f"it was not called as such: it may be spelt otherwise (target '*.{last}' takes all spellings), be called "
+            "inside another function of torch, which hides it (hook that one, or the aten operator), or run compiled"
         )
-    last = entry.name.rpartition(".")[2]
-    has_all = spellings(last) <= {other.name for other in entry.attachment.entries}
-    otherwise = "" if has_all else f"spelt otherwise (target '*.{last}' takes all spellings), or "
-    return "it was not called as such", (
-        f"; it may be {otherwise}called inside another function of torch, which hides it (hook that one, or the "
-        "aten operator); compiled code shows no functions"
-    )
+        if isinstance(func, _torch.OpOverload):
+            missed = (
+                "the operator never ran in eager code; the model may come by another overload or operator (a Linear "
+                "runs aten.addmm or aten.mm; with gradients on, one that is made of others shows as those)"
+            )
+        elif isinstance(func, type):
+            missed = "it was not applied, or by an `apply` that was kept from before the hook was attached"
+        if not entry.attachment.kind.is_gradient:
+            return missed
+        return (
+            f"{missed}; or no backward pass came through its outputs: reentrant checkpointing repeats a forward where "
+            "none is seen (use_reentrant=False shows all)"
+        )
 
 
-def _not_called(entry: HookAtSite) -> str | None:
-    """Return what to say of a hook that is bound to a model which was passed by; None of others."""
-    if entry.counter is NO_MODEL or entry.step_at_attach != NOT_CALLED:
-        return None
-    model = entry.counter.model()
-    if model is not None and _torch.is_compiled(model):
-        return "the model is compiled (model.compile()), and compiled code shows no functions"
-    return (
-        "the model itself was not called: within= counts what model(x) calls, and sees neither model.forward(x) nor "
-        "calls of a part of the model; give that part as within=, or leave within= out"
-    )
+class _State:
+    published = 0
+    """How often hooks have come or gone."""
+    warned = False
+    """Whether it was said that compiled code shows no functions."""
 
 
 @_torch.constant_while_tracing
@@ -341,143 +280,97 @@ def _warn_compiled() -> None:
         )
 
 
-class _State:
-    published = 0
-    """How often hooks have come or gone."""
-    warned = False
-    """Whether it was said that compiled code shows no functions."""
-
-
-ANYWHERE: Final = FunctionsOfModel(NO_MODEL)
+ANYWHERE: Final = Scope()
 """The hooks on classes that are bound to no model: they count in all threads."""
+_OF_THREADS: Final[weakref.WeakSet[Scope]] = weakref.WeakSet()
 
 
 # -- the threads ---------------------------------------------------------------------------------------------------
 
 
-class _Switch:
-    """Puts one mode of ours on its stack in this thread, and takes it off."""
-
-    __slots__ = ("_is_on", "_mode", "_stack")
-
-    def __init__(self, mode: Any, stack: _torch.ModeStack) -> None:
-        self._mode, self._stack, self._is_on = mode, stack, False
-
-    def turn_on(self, *, under: bool) -> None:
-        """Put it on top, or ``under`` all modes that are there; do nothing if it is on."""
-        if not self._is_on:
-            self._is_on = True
-            (self._stack.slip_under if under else self._stack.push)(self._mode)
-
-    def turn_off(self) -> None:
-        """Take it off. Inside one of our own hooks torch keeps it aside, and puts it back: it goes the next time."""
-        if self._is_on:
-            self._is_on = not self._stack.take_out(self._mode)
-
-
-class _Thread:
-    """The scopes that one thread is in, their hooks, and the modes that see calls for them."""
+class _Thread(threading.local):
+    """The scopes that this thread is in, their hooks, and the modes that see calls for them."""
 
     def __init__(self) -> None:
-        self.table: _HooksByFunction
-        """The hooks of the scopes."""
-        self.running: tuple[FunctionsOfModel, ...] = (ANYWHERE,)
-        """The scopes in which this thread is, each once; the first is that of the process."""
-        self.saw_calls = False
-        """Whether a function was called since a hook was put on in this thread."""
+        self.own = Scope()
+        """The hooks that were put on in this thread without a model."""
         self.in_class_hook = False
         """Whether a hook on a class runs, whose own calls go unseen."""
-        self.in_this_thread = FunctionsOfThread(self)
-        """The hooks that were put on in this thread without a model."""
-        self._entered: list[FunctionsOfModel] = []
-        """The scopes as often as each was entered."""
-        self._functions = _Switch(_FunctionMode(self), _torch.FUNCTION_MODES)
-        self._operators = _Switch(_OperatorMode(self), _torch.DISPATCH_MODES)
-        self.refresh()
+        self._entered: list[Scope] = []
+        """The scopes of models, as often as each was entered."""
+        self._hooks: _HooksByFunction
+        self._made_at = -1
+        self._functions = _FunctionMode()
+        self._operators = _OperatorMode()  # type: ignore[no-untyped-call]
+        with LOCK:  # another thread may be going through them
+            _OF_THREADS.add(self.own)
 
     def hooks_on(self, func: Any) -> FunctionHooks | None:
-        """Return the hooks on a function, as they are now."""
-        return self.table.get(func)
+        """Return the hooks on a function that count in this thread now."""
+        return self._all_hooks().get(func)
 
-    # -- in this thread itself -----------------------------------------------------------------------
+    def _all_hooks(self) -> _HooksByFunction:
+        if self._made_at != _State.published:
+            with LOCK:
+                self._made_at = _State.published
+                *others, last = dict.fromkeys((ANYWHERE, self.own, *self._entered))
+                self._hooks = last.with_others(tuple(others))
+        return self._hooks
 
-    def enter(self, scope: FunctionsOfModel) -> None:
+    def enter(self, scope: Scope) -> None:
         """Fire the hooks of ``scope`` for calls from now on."""
         self._entered.append(scope)
-        if scope not in self.running:
-            self.running = (*self.running, scope)
-            self.refresh()
-        under = scope is self.in_this_thread
-        if self.table.has_functions:
-            self._functions.turn_on(under=under)
-        if self.table.has_operators:
-            self._operators.turn_on(under=under)
+        self.settle()
 
-    def leave(self, scope: FunctionsOfModel) -> None:
+    def leave(self, scope: Scope) -> None:
         """Fire the hooks of ``scope`` no more."""
-        self.forget(scope)
+        if scope in self._entered:
+            self._entered.remove(scope)
         self.settle()
 
     def settle(self) -> None:
-        """Take the modes off their stacks if there is nothing to be on for."""
-        if not self._entered:
-            self._functions.turn_off()
-            self._operators.turn_off()
-
-    # -- from any thread, under LOCK -----------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Read the table anew, since hooks or scopes have changed."""
-        self.table = self.running[-1].table(self.running)
-
-    def forget(self, scope: FunctionsOfModel) -> None:
-        """Do as `leave`, but keep the modes on their stacks, which only their own thread may change."""
-        entered = self._entered
-        if entered and entered[-1] is scope:
-            entered.pop()
-        elif scope in entered:
-            entered.remove(scope)
-        if scope not in entered:
-            self.running = tuple(other for other in self.running if other is not scope)
-            self.refresh()
+        """Have each mode on its stack exactly while there are hooks for it."""
+        self._made_at = -1
+        hooks = self._all_hooks()
+        _switch(self._operators, hooks.has_operators)
+        _switch(self._functions, hooks.has_functions)
 
 
-class _Local(threading.local):
-    """What there is of this thread."""
+def _switch(mode: _FunctionMode | _OperatorMode, wanted: bool) -> None:
+    """Put a mode of ours on its stack, or take it off.
 
-    def __init__(self) -> None:
-        self.thread = _Thread()
-        with LOCK:  # another thread may be going through them
-            _THREADS.add(self.thread)
-
-
-def _threads() -> list[_Thread]:
-    """Return those that are still there."""
-    with LOCK:
-        return list(_THREADS)
+    Inside one of our own hooks torch keeps it aside, and puts it back: it goes the next time.
+    """
+    if wanted and not mode.is_on:
+        mode.stack.slip_under(mode)
+        mode.is_on = True
+    elif mode.is_on and not wanted:
+        mode.is_on = not mode.stack.take_out(mode)
 
 
 def publish() -> None:
-    """Give every thread a new table for its next call, since hooks have come or gone; under LOCK."""
+    """Let every thread make its table anew for its next call, since hooks have come or gone; under LOCK.
+
+    The modes of another thread stay on its stacks, which it alone may change, and see no hooks.
+    """
     _State.published += 1
-    for thread in _threads():
-        thread.refresh()
-    _LOCAL.thread.settle()
+    _THREAD.settle()
 
 
-def in_this_thread() -> FunctionsOfThread:
+def scope_of_thread() -> Scope:
     """Return the scope of hooks that are put on in this thread and bound to no model."""
-    return _LOCAL.thread.in_this_thread
+    return _THREAD.own
 
 
 def unbound_attachments() -> Iterator[Attachment]:
     """Return what is put on functions, by any thread that is still there, and bound to no model."""
-    for scope in (ANYWHERE, *(thread.in_this_thread for thread in _threads())):
-        yield from tuple(scope.attachments)
+    with LOCK:
+        scopes = (ANYWHERE, *_OF_THREADS)
+    for scope in scopes:
+        yield from dict.fromkeys(entry.attachment for entry in scope.hooks)
 
 
-_THREADS: Final[weakref.WeakSet[_Thread]] = weakref.WeakSet()
-_LOCAL: Final = _Local()
+_THREAD: Final = _Thread()
 
 
-_torch.leave_to_python(FunctionsOfModel.enter, FunctionsOfModel.leave, _OperatorMode.__torch_dispatch__)
+_torch.leave_to_python(Scope.enter, Scope.leave, _OperatorMode.__torch_dispatch__)

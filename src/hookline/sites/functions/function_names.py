@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +38,18 @@ class Place:
         """Return whether it is an operator, which is seen below autograd and has no gradient hooks."""
         return isinstance(self.func, _torch.OpOverload)
 
+    @property
+    def changes_tensor(self) -> bool:
+        """Return whether it is about the tensor object itself, so that no alias of its input can stand in for that."""
+        parts = self.name.split(".")
+        in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
+        return in_place or not _ABOUT_THE_TENSOR.isdisjoint(parts)
+
+
+_ABOUT_THE_TENSOR: Final = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "as_subclass", "data"}
+    | {"__set__", "__setitem__", "__deepcopy__"}
+)
 
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.nn.functional", torch.nn.functional),
@@ -50,6 +62,13 @@ _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.Tensor", torch.Tensor),
 )
 """Where names are looked for; the first one that has a function names it."""
+_SHOWN_AS: Final = {
+    **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "neg", "abs", "ne", "lt", "le", "gt", "ge")},
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul")},
+    **{"__radd__": "add", "__rmul__": "mul", "__mod__": "remainder", "__imod__": "remainder_"},
+    **{"__truediv__": "div", "__itruediv__": "div_", "__rtruediv__": "__rdiv__"},
+}
+"""What torch shows, of ``torch.Tensor``, where Python calls a method for ``+`` and its sisters."""
 _EMPTY: Final = "The target is empty: give a function, or a name or glob such as '*.softmax' or 'aten.mm*'."
 
 
@@ -73,11 +92,6 @@ def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
     return kept
 
 
-def spellings(last: str) -> set[str]:
-    """Return the functions that go by that name, wherever they live."""
-    return {place.name for place in _named(f"*.{last}")}
-
-
 def _places_of(item: Any) -> Iterable[Place]:
     if isinstance(item, str | re.Pattern):
         return _named(item)
@@ -94,7 +108,6 @@ def _places_of(item: Any) -> Iterable[Place]:
 
 
 def _function_place(item: Any) -> Place:
-    names = _names_by_function()
     if not callable(item):
         raise TargetError(
             f"{item!r} is no function; give a function of torch, a name or glob ('*.softmax', 'aten.mm*'), an "
@@ -108,11 +121,10 @@ def _function_place(item: Any) -> Place:
             f"{item.__name__} is a class of modules: hookline.attach(model, {item.__name__}, hook) takes those in a "
             "model."
         )
-    item = _torch.operators_shown_as().get(getattr(item, "__name__", ""), item) if _is_operator(item) else item
-    try:
-        known = names.get(item)
-    except TypeError:  # not hashable
-        known = None
+    called = getattr(item, "__name__", "")
+    if called in _SHOWN_AS and getattr(torch.Tensor, called) is item:
+        item = getattr(torch.Tensor, _SHOWN_AS[called])
+    known = _names_by_function().get(item) if isinstance(item, Hashable) else None
     if known is not None:
         return Place(known[0], item)
     if _torch.handles_modes(item):
@@ -122,11 +134,6 @@ def _function_place(item: Any) -> Place:
         f"{name} is not a function that torch lets be overridden, so no hook on it would ever fire. Hook the functions "
         "it calls, or make it a torch.autograd.Function or a custom operator (torch.library.custom_op)."
     )
-
-
-def _is_operator(item: Any) -> bool:
-    """Return whether it is what Python calls for ``+`` and its sisters, and torch shows as something else."""
-    return getattr(torch.Tensor, getattr(item, "__name__", ""), None) is item
 
 
 def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
@@ -167,34 +174,24 @@ def _is_meant(name: str, asked: str) -> bool:
 @functools.cache
 def _names_by_function() -> dict[Any, list[str]]:
     """Return every function that a function mode is shown, with all its names, the best one first."""
-    overridable = {function for functions in get_overridable_functions().values() for function in functions}
-    shown = overridable | set(_torch.factories())
+    overridable = {each for functions in get_overridable_functions().values() for each in functions}
     names: dict[Any, list[str]] = {}
     for prefix, namespace in _NAMESPACES:
         for name in dir(namespace):
             value = getattr(namespace, name, None)
-            if isinstance(value, type) or not callable(value):
+            if isinstance(value, type) or not callable(value) or not isinstance(value, Hashable):
                 continue
-            if _torch.is_native(name, value) or _torch.handles_modes(value) or _in(value, shown):
+            if value in overridable or _torch.is_native(name, value) or _torch.handles_modes(value):
                 names.setdefault(value, []).append(f"{prefix}.{name}")
-    for function in {
-        each for each in overridable if not isinstance(each, type)
-    } - names.keys():  # the attributes of tensors: torch.Tensor.shape.__get__
-        name = resolve_name(function)
-        if name:
-            names[function] = [name]
-    for name, shown in _torch.operators_shown_as().items():
-        names.setdefault(shown, []).append(f"torch.Tensor.{name}")
+    for function in overridable - names.keys():  # the attributes of tensors: torch.Tensor.shape.__get__
+        resolved = None if isinstance(function, type) else resolve_name(function)
+        if resolved:
+            names[function] = [resolved]
+    for name, shown in _SHOWN_AS.items():
+        names[getattr(torch.Tensor, shown)].append(f"torch.Tensor.{name}")
     for found in names.values():
         found.sort(key=lambda name: len(name.rpartition(".")[2]))  # torch.mm before torch.spmm; stable otherwise
     return names
-
-
-def _in(value: Any, functions: set[Any]) -> bool:
-    try:
-        return value in functions
-    except TypeError:  # not hashable
-        return False
 
 
 def _class_place(cls: type[torch.autograd.Function]) -> Place:
@@ -226,35 +223,16 @@ def _operators(namespace: str) -> Iterator[_torch.OpOverload]:
 
 def _no_match(item: Any) -> NoMatchError:
     text = item if isinstance(item, str) else item.pattern
-    namespace = re.split(r"[.:]", text)[0]
+    namespace, last = re.split(r"[.:]", text)[0], text.rpartition(".")[2].strip("*")
     if namespace in _operator_namespaces():
         names = sorted({str(op.overloadpacket) for op in _operators(namespace)})
-        what = "operator"
     else:
-        names = [name for names in _names_by_function().values() for name in names]
-        names += [_class_place(cls).name for cls in _function_classes()]
-        if not text.rpartition(".")[2].startswith("_"):
-            names = [name for name in names if "._" not in name]
-        what = "function"
-    near = _named_alike(text, names) or close_names(text.replace("*", ""), names, 4, 0.5)
-    near = near or _same_ending(text, names)
+        known = [name for names in _names_by_function().values() for name in names]
+        names = [name for name in known if "._" not in name] + [_class_place(cls).name for cls in _function_classes()]
+    alike = [name for name in names if name.rpartition(".")[2] == last]
+    near = [f"*.{last}", *alike[:3]] if alike else close_names(text.replace("*", ""), names, 4, 0.5)
     hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     return NoMatchError(
-        f"No {what} matches {describe(item)}{hint}. Names begin with torch. (torch.nn.functional.softmax), with an "
-        "operator's namespace (aten.mm), or are the full name of a torch.autograd.Function."
+        f"No function or operator matches {describe(item)}{hint}. Names begin with torch. (torch.nn.functional."
+        "softmax), with an operator's namespace (aten.mm), or are the full name of a torch.autograd.Function."
     )
-
-
-def _named_alike(text: str, names: list[str]) -> list[str]:
-    """Return, for ``softmax`` or ``F.softmax``, a glob for all functions of that name, and the first of them."""
-    last = text.rpartition(".")[2]
-    alike = [name for name in names if name.rpartition(".")[2] == last]
-    order = [f"{prefix}." for prefix, _ in _NAMESPACES]
-    alike.sort(key=lambda name: next((i for i, prefix in enumerate(order) if name.startswith(prefix)), len(order)))
-    return [f"*.{last}", *alike[:3]] if alike else []
-
-
-def _same_ending(text: str, names: list[str]) -> list[str]:
-    ending = text.rpartition(".")[2].strip("*")
-    by_ending: dict[str, str] = {name.rpartition(".")[2]: name for name in reversed(names)}
-    return [by_ending[close] for close in close_names(ending, by_ending, 4)]

@@ -6,7 +6,7 @@ Made by `FunctionHooks` at each call that a hook is due for, handed to the hook 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hookline.sites import _torch
@@ -28,84 +28,56 @@ class FunctionSite:
     """
 
     __slots__ = (
-        "_counter_of_model",
-        "_others",
-        "_outermost",
-        "args",
-        "call",
-        "func",
-        "in_backward",
-        "kwargs",
-        "name",
-        "owner",
-        "recompute",
-        "step",
+        *("_model", "_others", "args", "call", "func", "in_backward", "kwargs", "name", "owner", "recompute", "step"),
     )
 
-    def __init__(self, name: str, func: Callable[..., Any], owner: nn.Module | None, counter: ForwardCounter) -> None:
+    def __init__(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counters: tuple[ForwardCounter, ...],
+    ) -> None:
+        first, *others = counters
+        model = first.model()
         self.name = name
         """Its full name: "torch.nn.functional.softmax", "aten.mm.default", "package.MyFunction"."""
         self.func = func
         """The function, operator or ``autograd.Function`` class itself."""
-        self.owner = owner
+        self.owner = _torch.running_module()
         """The module whose forward makes the call; None outside of any."""
-        self.step, self.call = counter.moment(name)
+        self.step, self.call = first.moment(name)
         """Which forward of the model (-1 without ``within=``), and which call of this function since that began
         (without ``within=``, since the first hook in this thread)."""
-        self.in_backward = False
+        self.in_backward = _torch.graph_task_id() != -1
         """Whether a backward pass makes the call."""
-        self.recompute = False
+        self.recompute = self.in_backward and _torch.in_recomputation()
         """Whether the call only repeats an earlier one for activation checkpointing."""
-        self.args: tuple[Any, ...] = ()
+        self.args = args
         """The positional arguments as given; for forward hooks, and gone after them."""
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs = kwargs
         """The keyword arguments, likewise."""
-        self._counter_of_model = counter
-        self._outermost = counter.model()
-        self._others: dict[ForwardCounter, FunctionSite] | None = None
+        self._model = _torch.all_running()[-1] if model is None and self.owner is not None else model
+        self._others = {counter: FunctionSite(name, func, args, kwargs, (counter,)) for counter in others}
 
     def seen_from(self, counter: ForwardCounter) -> FunctionSite:
-        """Return the same call, named and counted in another model than this one; `also_seen_from` has to have been
-        told.
-        """
-        return self if self._others is None or counter is self._counter_of_model else self._others[counter]
-
-    def also_seen_from(self, counters: Iterable[ForwardCounter]) -> None:
-        """Prepare the same call for hooks that are bound to other models, of which it is part too."""
-        self._others = {counter: FunctionSite(self.name, self.func, self.owner, counter) for counter in counters}
-        for other in self._others.values():
-            other.args, other.kwargs = self.args, self.kwargs
-            other.in_backward, other.recompute = self.in_backward, self.recompute
+        """Return the same call as it is named and counted for the hooks of ``counter``."""
+        return self._others.get(counter, self)
 
     def let_go(self) -> None:
-        """Drop the arguments, since the forward hooks have run."""
-        for each in (self, *(self._others or {}).values()):
+        """Drop the arguments, since the forward hooks have run: the graph may hold this, which must not hold it."""
+        for each in (self, *self._others.values()):
             each.args, each.kwargs = (), {}
 
     @property
     def module(self) -> str | None:
-        """Dotted name of `owner`, in the model that is running; empty for the model itself, None outside of any."""
-        if self.owner is None:
-            return None
-        outermost: nn.Module | None = self._outermost
-        if outermost is None:
-            outermost = _outermost_running()
-        return _name_in(outermost, self.owner) or ""
-
-    def locate(self) -> None:
-        """Note the model that is running now: a gradient hook asks when it no longer is."""
-        if self.owner is not None:
-            for each in (self, *(self._others or {}).values()):
-                if each._outermost is None:
-                    each._outermost = _outermost_running()
+        """Dotted name of `owner`, in the outermost model that ran; empty for the model itself, None outside of any."""
+        return None if self.owner is None else _name_in(self._model, self.owner)
 
     def __repr__(self) -> str:
         where = f" in {self.module!r}" if self.owner is not None else ""
         return f"<{self.name}{where}, call {self.call}>"
-
-
-def _outermost_running() -> nn.Module | None:
-    return next(reversed(_torch.all_running()), None)
 
 
 _NAMES: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()

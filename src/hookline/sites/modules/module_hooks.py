@@ -32,7 +32,7 @@ from hookline.sites.attention import AttentionPart
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
-from hookline.sites.compiled.trace_hooks import call_by_name, run_post, run_pre
+from hookline.sites.compiled.trace_hooks import run_post, run_pre
 from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, tap_output, thread
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
@@ -331,7 +331,7 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
     letters, numbers, reads = "", [], ""
     for entry in entries:
         attachment = entry.attachment
-        if attachment.by_name is not None or attachment.summary is not None:
+        if attachment.is_traced or attachment.summary is not None:
             steps.append(entry)
             groups.append(())
             letters += "e" if attachment.summary is None else "s"
@@ -853,21 +853,11 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
         return
     counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
     counter.users[attachment] = attachment.counters[counter] = None  # `serve`, without the call
-    _name_for_compiler(attachment, chosen)
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
         entry = HookAtSite(attachment, name, module_hooks, counter)
         attachment.entries[entry] = None
         module_hooks.add(entry)
-
-
-def _name_for_compiler(attachment: Attachment, chosen: list[tuple[str, nn.Module]]) -> None:
-    """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
-    is_forward = attachment.kind is _FORWARD or attachment.kind is _FORWARD_PRE
-    if is_forward and attachment.order_group is _EDIT and (attachment.may_edit or attachment.in_place):
-        first = repr(chosen[0][0])
-        where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
-        attachment.by_name = call_by_name(f"{attachment.kind} hook {attachment.name!r} on {where}")
 
 
 # -- the forwards of a model ---------------------------------------------------------------------------------------
