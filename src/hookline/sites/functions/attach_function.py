@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,7 +25,6 @@ from hookline.sites.functions.function_mode import (
     restore_classes,
 )
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
@@ -131,8 +129,6 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
             each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
         attachment.counters[scope.counter] = None
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, for_classes)
-        if attachment.kind.is_gradient:
-            _watch_gradients(attachment)
         try:
             for place in places:
                 each = for_classes if isinstance(place.func, type) else scope
@@ -164,7 +160,6 @@ def _take_off(attachment: Attachment, scope: FunctionsOfModel, for_classes: Func
         entry.container.discard(entry)
     publish()
     restore_classes(attachment)
-    _unwatch_gradients(attachment)
     model = scope.counter.model()
     began = scope.attachments.pop(attachment, None)
     for_classes.attachments.pop(attachment, None)
@@ -179,20 +174,6 @@ def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) ->
     if something_ran and all(entry.counter.step == entry.step_at_attach for entry in attachment.entries):
         for entry in attachment.entries:
             entry.step_at_attach = NOT_CALLED
-
-
-def _watch_gradients(attachment: Attachment) -> None:
-    _GRADIENT_HOOKS.add(attachment)
-    BackwardCall.functions_too = True
-
-
-def _unwatch_gradients(attachment: Attachment) -> None:
-    _GRADIENT_HOOKS.discard(attachment)
-    BackwardCall.functions_too = bool(_GRADIENT_HOOKS)
-
-
-_GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
-"""Those that are on; the ones of a model that is gone are gone with it."""
 
 
 def _scope_of(model: nn.Module) -> FunctionsOfModel:
