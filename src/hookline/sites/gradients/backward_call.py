@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
-from hookline.sites.gradients.tensor_taps import Tap, behind, checked, in_shape
+from hookline.sites.gradients.tensor_taps import Tap, behind, checked
 from hookline.sites.hook_at_site import HookContainer, OrderGroup, open_contexts
 from hookline.sites.site_info import Site
 
@@ -286,7 +286,7 @@ class BackwardCall:
         go on with.
         """
         if index == self._returned[0]:
-            return in_shape(grad, shape, self._take_returned)
+            return self._take_returned(grad, shape)
         if not self.done and self._task == _torch.graph_task_id():
             if self._takes_alias:
                 self._grad_inputs[0] = grad
@@ -294,13 +294,14 @@ class BackwardCall:
             self.fire_post()
         return grad
 
-    def _take_returned(self, grad: Tensor | None) -> Tensor | None:
+    def _take_returned(self, grad: Tensor | None, shape: torch.Size | None) -> Tensor | None:
         """Take the gradient of an input that is the output too."""
         index, output = self._returned
-        grad = self.take_output(output, grad)
-        self.collect_input(index, grad)
+        seen = grad if grad is None or shape is None else grad.reshape(shape)
+        new = self.take_output(output, seen)
+        self.collect_input(index, new)
         self.fire_post()
-        return grad
+        return grad if grad is None or new is seen or new is None else new.reshape(grad.shape)
 
     # -- firing --------------------------------------------------------------------------------------------
 

@@ -121,15 +121,17 @@ class GradientCall(BackwardCall):
         state.watches = hooks.watches_inputs
         if len(args) == 1 and not kwargs and not hooks.edits_gradients:
             only = args[0]
-            if isinstance(only, Tensor) and (only.grad_fn is not None or not only.requires_grad):
-                if hooks.uses_input_once and state.watches and only.grad_fn is not None and not only.is_nested:
+            node = only.grad_fn if isinstance(only, Tensor) else None
+            if node is not None:
+                if hooks.uses_input_once and state.watches and not only.is_nested:
                     # An alias in the place of the one user is the cheapest tap, and regroups no sum.
                     self._takes_alias = True
                     alias = only.view_as(only)
                     tap(alias, alias.grad_fn).add_input(self, 0)
                     return (alias,), state
-                if only.grad_fn is not None:
-                    self._watch_input(0, only, state)
+                self._watch_input(0, only, state)
+                return args, state
+            if isinstance(only, Tensor) and not only.requires_grad:
                 return args, state
         return self._enter_any(args, kwargs, state)
 

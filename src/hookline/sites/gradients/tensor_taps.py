@@ -7,7 +7,6 @@ come; for observers of one output alone, a tap calls the `OutputCall`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -166,27 +165,19 @@ class Tap(list[_Output]):
         for call, index, shape in reversed(self.inputs):
             grad = call.reach_producer(index, grad, shape)
         for call, place, shape in reversed(self):
-            if shape is None:
+            if shape is None or grad is None:
                 grad = call.take_output(place, grad)
-            else:
-                grad = in_shape(grad, shape, functools.partial(call.take_output, place))
+                continue
+            seen = grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
+            new = call.take_output(place, seen)
+            if new is not seen and new is not None:
+                grad = new.reshape(grad.shape)
         return None if grad is given else grad
 
 
 def tap(tensor: Tensor, node: Any) -> Tap:
     """Return the tap on a tensor that ``node`` made; kept with that node, so that it goes when the graph does."""
     return _torch.only_hook(tensor, node, Tap)
-
-
-def in_shape(
-    grad: Tensor | None, shape: torch.Size | None, take: Callable[[Tensor | None], Tensor | None]
-) -> Tensor | None:
-    """Call ``take`` with a gradient in another shape; return what comes back in the gradient's own."""
-    if shape is None or grad is None:
-        return take(grad)
-    seen = grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
-    new = take(seen)
-    return grad if new is seen or new is None else new.reshape(grad.shape)
 
 
 def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
