@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.hooks import unserializable_hook
 
-from hookline.errors import HookReturnError, OptionError, ScopeError, TargetError, UnhookableError
+from hookline.errors import HookReturnError, HookSignatureError, OptionError, ScopeError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
@@ -103,6 +103,8 @@ def _attach(
     kind = Kind.parse(on, TENSOR)
     if mode not in ("all", "any"):
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
+    if isinstance(hook, Tensor) and callable(tensor):
+        raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
     attachment = new_attachment(hook, kind, options, site_type=TENSOR)
     tensors = _tensors_in(tensor)
     if mode == "any":
@@ -225,6 +227,8 @@ def attach_node(
         KindError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, NODE)
+    if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
+        raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
     attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name, profile=profile), site_type=NODE)
     found = _node_of(node)
     register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
