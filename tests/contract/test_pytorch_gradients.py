@@ -114,9 +114,8 @@ def test_in_place_operations_on_a_hooked_output_stay_legal(kind, successor, edit
     assert torch.equal(seen[0][-1][0], raw.grad)
 
 
-@EDITING
-def test_a_module_that_works_in_place_on_its_input_reports_its_gradients(editing):
-    """ReLU(inplace=True) itself hooked, behind a Linear: same gradients as without hooks, and reported."""
+def test_a_module_that_works_in_place_on_its_input_reports_its_gradients():
+    """ReLU(inplace=True) itself observed, behind a Linear: same gradients as without hooks, and reported."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     reference = nn.Sequential(copy.deepcopy(model[0]), nn.ReLU(), copy.deepcopy(model[2]))
@@ -127,7 +126,7 @@ def test_a_module_that_works_in_place_on_its_input_reports_its_gradients(editing
     hidden.retain_grad()
     active.retain_grad()
     reference[2](active).square().sum().backward()
-    hl.attach(model, "1", gradient_spy(seen, editing=editing), on="backward")
+    hl.attach(model, "1", gradient_spy(seen, editing=False), on="backward")
     model(x).square().sum().backward()
     assert_same_grads(model, reference)
     assert torch.equal(x.grad, x_reference.grad)
@@ -136,23 +135,26 @@ def test_a_module_that_works_in_place_on_its_input_reports_its_gradients(editing
     assert torch.equal(grad_input[0], hidden.grad)
 
 
-def test_an_edit_reaches_upstream_of_a_module_that_works_in_place():
-    """Four times grad_input of a hooked ReLU(inplace=True) is four times the gradients of the layer before it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    reference, x = copy.deepcopy(model), leaf(6, 3)
-    hl.attach(model, "1", lambda m, gi, go: (gi[0] * 4,), on="backward")
-    model(x).sum().backward()
-    reference(twin(x)).sum().backward()
-    assert torch.equal(model[0].weight.grad, reference[0].weight.grad * 4)
-    assert torch.equal(model[2].weight.grad, reference[2].weight.grad)
+def test_an_edit_of_what_a_module_sends_to_an_input_that_it_changes_in_place_is_refused():
+    """In the forward, with the module, the hook and the remedy: no gradient is edited halfway."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)), leaf(6, 3)
+    with (
+        hl.attach(model, "1", lambda m, gi, go: (gi[0] * 4,), on="backward", name="four"),
+        pytest.raises(hl.errors.UnhookableError, match=r"'four' on '1'.*in place.*observe=True"),
+    ):
+        model(x)
+    module = Fn(lambda x: x.mul_(2))
+    with (
+        hl.attach(module, lambda m, gi, go: (gi[0] * 4,), on="backward"),
+        pytest.raises(RuntimeError, match=r"HooklineGate.* modified inplace"),
+    ):
+        module(x * 1)
 
 
-@EDITING
-def test_an_in_place_operation_after_a_pass_through_module_stays_legal(editing):
+def test_an_in_place_operation_after_a_pass_through_module_stays_legal():
     """x goes through a module that returns it and is then changed in place: reported once, gradients right."""
     module, seen, x = Fn(lambda x: x), [], leaf(2)
-    hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
+    hl.attach(module, gradient_spy(seen, editing=False), on="backward")
     out = module(x * 3)
     out.mul_(5)
     out.sum().backward()
@@ -160,6 +162,14 @@ def test_an_in_place_operation_after_a_pass_through_module_stays_legal(editing):
     [(grad_input, grad_output)] = seen
     assert grad_output[0].tolist() == [5.0, 5.0]
     assert grad_input[0].tolist() == [5.0, 5.0]
+
+
+def test_an_edited_input_that_goes_out_again_cannot_be_changed_past_its_other_users():
+    """The gradient of the other users would be wrong, so torch refuses it, as behind its own full backward hook."""
+    module, x = Fn(lambda x: x), leaf(2)
+    hl.attach(module, lambda m, gi, go: (gi[0] * 4,), on="backward")
+    with pytest.raises(RuntimeError, match="HooklineGate"):
+        module(x * 3).mul_(5)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "accumulating"])

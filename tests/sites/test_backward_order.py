@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,7 +89,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["pre a", "pre b", "full a", "full b"])), ids="-".join)
+@pytest.mark.parametrize(
+    "order", [("pre a", "full a", "pre b", "full b"), ("full b", "pre b", "full a", "pre a")], ids="-".join
+)
 def test_pre_hooks_run_first_whichever_came_first(order: tuple[str, ...]) -> None:
     """All backward_pre hooks run before all full_backward hooks, which see the edited gradient, as in torch."""
     logs: dict[str, Log] = {"ours": [], "torch": []}

@@ -194,10 +194,10 @@ def test_gradient_hooks_fire_on_every_module_of_the_house_in_every_step(build: s
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
-def test_gradients_around_an_in_place_relu_are_those_around_one_that_copies(style: str, dims: int) -> None:
+@pytest.mark.parametrize("observe", [False, True])
+def test_gradients_around_an_in_place_relu_are_those_around_one_that_copies(observe: bool, dims: int) -> None:
     """The layer before the ReLU fires, and the ReLU reports its input's gradient; a 3-D Linear returns a view."""
-    in_place, copying = (gradients_of(mlp(inplace), dims, style) for inplace in (True, False))
+    in_place, copying = (gradients_of(mlp(inplace), dims, observe) for inplace in (True, False))
     assert in_place.keys() == copying.keys() == {"", "0", "1", "2"}
     assert copying["1"][0] is not None
     for name, gradients in copying.items():
@@ -207,23 +207,11 @@ def test_gradients_around_an_in_place_relu_are_those_around_one_that_copies(styl
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize(
-    ("kind", "target", "edit"),
-    [
-        ("backward_pre", "0", lambda module, grad_output: (grad_output[0] * 0,)),
-        ("backward", "1", lambda module, grad_input, grad_output: (torch.zeros_like(grad_output[0]),)),
-    ],
-    ids=["grad_output of the layer before", "grad_input of the ReLU"],
-)
-def test_an_edit_of_a_gradient_next_to_an_in_place_relu_counts(
-    kind: str, target: str, edit: Callable[..., Any], dims: int
-) -> None:
+def test_an_edit_of_a_gradient_before_an_in_place_relu_counts(dims: int) -> None:
     """Zeroing the gradient between the first layer and the in-place ReLU leaves that layer with zero gradient."""
     model = mlp(inplace=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", hl.errors.HookNeverFired)
-        with hl.attach(model, target, edit, on=kind):
-            model(torch.ones(2, 3, 4)[(0,) * (3 - dims)]).square().sum().backward()
+    with hl.attach(model, "0", lambda module, grad_output: (grad_output[0] * 0,), on="backward_pre"):
+        model(torch.ones(2, 3, 4)[(0,) * (3 - dims)]).square().sum().backward()
     assert torch.count_nonzero(model[0].weight.grad) == 0
     assert torch.count_nonzero(model[2].weight.grad) > 0
 
@@ -234,17 +222,16 @@ def mlp(inplace: bool) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 4))
 
 
-def gradients_of(model: nn.Module, dims: int, style: str) -> dict[str, tuple[Tensor | None, ...]]:
+def gradients_of(model: nn.Module, dims: int, observe: bool) -> dict[str, tuple[Tensor | None, ...]]:
     """By module name: grad_input and grad_output of one backward pass."""
     found: dict[str, tuple[Tensor | None, ...]] = {}
 
     def look(module: nn.Module, grad_input: Any, grad_output: Any, *, site: hl.Site) -> None:
         found[site.name] = (*grad_input, *grad_output)
 
-    hook = look if style != "lambda" else lambda *args, site: look(*args, site=site)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hl.errors.HookNeverFired)  # asked by the caller
-        with hl.attach(model, "*", hook, on="backward", observe=style == "observe"):
+        with hl.attach(model, "*", look, on="backward", observe=observe):
             model(torch.ones(2, 3, 4)[(0,) * (3 - dims)]).square().sum().backward()
     return found
 
@@ -256,12 +243,16 @@ def gradients_of(model: nn.Module, dims: int, style: str) -> dict[str, tuple[Ten
 def test_a_lambda_on_backward_agrees_to_rounding(name: str) -> None:
     """Limit: a backward hook that might return a value is NOT bit-inert on BERT or T5, only equal to rounding.
 
-    Inputs then go in as aliases, and what a module sends to an input it uses several times is summed before
-    the shares of other users. Measured after one step: the gradients of 38 of the house's 58 parameters, 21 of
+    Inputs then pass a gate, and what a module sends to an input it uses several times is summed before the shares of
+    other users. Measured after one step: the gradients of 38 of the house's 58 parameters, 21 of
     BERT's 41 and 43 of T5's 47 differ, by at most 1.3e-7; after twenty, all do, and the loss by at most 5e-7.
     """
-    hook = _one("backward", hook=lambda *args: tensors_in(args).clear())
-    hooked, plain = train(*RUNS[name], hook, steps=1), train(*RUNS[name], steps=1)
+
+    def hooking(model: nn.Module) -> hl.HandleSet:
+        edit = lambda *args: tensors_in(args).clear()  # noqa: E731
+        return hl.HandleSet([hl.attach(model, "*", edit, on="backward", exclude=nn.ReLU)])
+
+    hooked, plain = train(*RUNS[name], hooking, steps=1), train(*RUNS[name], steps=1)
     assert hooked.keys() == plain.keys()
     for name in plain:
         if name.startswith(("gradient", "loss")):

@@ -1,33 +1,91 @@
-"""attach_tensor: gradients of one tensor and of several, leaves that accumulate, what is refused, what is freed."""
+"""attach_tensor, attach_node and saved_tensors: what a hook may return, what is refused, nesting, what is freed."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import hookline as hl
 
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0, 2.0, 3.0), dtype=torch.float32, requires_grad=True)
+KINDS = ("pre", "post")
 
 
-def ignore(grad: Any) -> None:
+@pytest.fixture(autouse=True)
+def _stack_is_left_as_it_was() -> Iterator[None]:
+    """Every test here leaves torch's stack of scopes empty."""
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def leaf() -> Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def ignore(*grads: Any) -> None:
     """A hook that does nothing."""
 
 
-# -- one tensor --------------------------------------------------------------------------------------------------
+# -- what a hook may return --------------------------------------------------------------------------------------
+
+MISFITS = {
+    "float": (1.0, "a float"),
+    "shape": (torch.ones(2), r"\(2,\), torch.float32, on cpu, the gradient is \(3,\)"),
+    "dtype": (torch.ones(3, dtype=torch.float64), "torch.float64"),
+    "device": (torch.ones(3, device="meta"), "on meta"),
+    "layout": (torch.ones(3).to_sparse(), "sparse"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(misfit: str) -> None:
+    """And says what was returned and what would fit; an observer may return anything."""
+    result, found = MISFITS[misfit]
+    x = leaf()
+    y = x.neg()
+    for put in (
+        lambda **options: hl.attach_tensor(x, lambda grad: result, name="mine", **options),
+        lambda **options: hl.attach_node(y, lambda grads: result, name="mine", **options),
+        lambda **options: hl.attach_node(y, lambda grads, _: (result,), on="post", name="mine", **options),
+    ):
+        with put(), pytest.raises(hl.errors.HookReturnError, match=f"hook 'mine' on 'mine': .*{found}"):
+            y.sum().backward(retain_graph=True)
+        with put(observe=True):
+            y.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("result", [(), [torch.ones(3)] * 2, "ab"], ids=["empty", "too many", "str"])
+def test_a_node_hook_returns_as_many_gradients_as_it_was_shown(kind: str, result: Any) -> None:
+    """A bare tensor will do for one."""
+    y = leaf().neg()
+    hl.attach_node(y, lambda *grads: result, on=kind)
+    with pytest.raises(hl.errors.HookReturnError, match=rf"node_{kind} hook .* on 'NegBackward0': .*tuple of 1, got"):
+        y.sum().backward()
+
+
+def test_a_gradient_that_did_not_come_cannot_be_given() -> None:
+    """Here that of a constant."""
+    z = leaf() * torch.ones(3)
+    hl.attach_node(z, lambda grad_inputs, grad_outputs: (grad_inputs[0], torch.ones(3)), on="post")
+    with pytest.raises(hl.errors.HookReturnError, match=r"entry 1 .*None"):
+        z.sum().backward()
+
+
+# -- where it sits -----------------------------------------------------------------------------------------------
 
 
 def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
     """One that is attached after the edit sees the gradient of the value after it."""
-    x = leaf()
-    y = x * 1
+    y = leaf() * 1
     before, after = [], []
     hl.attach_tensor(y, before.append)
     y.mul_(3)
@@ -37,72 +95,14 @@ def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
     assert after[0].tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        (1.0, "a float, not a tensor"),
-        ((torch.ones(3),), "a tuple, not a tensor"),
-        (torch.ones(2), r"\(2,\), torch.float32, on cpu, the gradient is \(3,\), torch.float32, on cpu"),
-        (torch.ones(3, dtype=torch.float64), "torch.float64"),
-        (torch.ones(3, device="meta"), "on meta"),
-        (torch.ones(3).to_sparse(), "sparse"),
-    ],
-    ids=["float", "tuple", "shape", "dtype", "device", "layout"],
-)
-def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(result: Any, found: str) -> None:
-    """And says what was returned and what would fit; an observer may return anything."""
-    x = leaf()
-    with (
-        hl.attach_tensor(x, lambda grad: result, name="mine"),
-        pytest.raises(
-            hl.errors.HookReturnError, match=f"grad hook 'mine' on 'mine': the return value is {found}|{found}"
-        ),
-    ):
-        x.sum().backward()
-    with hl.attach_tensor(x, lambda grad: result, observe=True):
-        x.sum().backward()
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------
-
-
-def test_a_tensor_that_needs_no_gradient_is_refused_with_the_remedy() -> None:
-    """For both kinds."""
-    for kind in ("grad", "param_grad"):
-        with pytest.raises(hl.errors.UnhookableError, match=r"tensor \(2, 3\) needs no gradient.*requires_grad_\(\)"):
-            hl.attach_tensor(torch.ones(2, 3), ignore, on=kind)
-    with torch.no_grad():
-        y = leaf() * 2
-    with pytest.raises(RuntimeError, match="gradients enabled"):
-        hl.attach_tensor(y, ignore)
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (None, "got a NoneType"),
-        ("weight", "got a str"),
-        ({"a": torch.ones(1)}, "got a dict"),
-        (nn.Linear(1, 1), r"got a Linear; .*attach\(module, hook, on='param_grad'\)"),
-        (nn.Sequential(nn.Linear(1, 1)), "got a Sequential"),
-        ([torch.ones(1, requires_grad=True), 3, None], "the one at 1 is an int"),
-    ],
-    ids=["None", "str", "dict", "module", "iterable module", "in a list"],
-)
-def test_what_is_no_tensor_is_refused(given: Any, found: str) -> None:
-    """The message says what came instead."""
-    with pytest.raises(hl.errors.UnhookableError, match=found):
-        hl.attach_tensor(given, ignore)
-
-
-# -- leaves that accumulate --------------------------------------------------------------------------------------
-
-
-def test_only_leaves_take_a_param_grad_hook() -> None:
-    """The message says why, and what to use instead."""
+def test_a_node_may_be_given_as_an_edge_or_a_tensor() -> None:
+    """They all lead to the same place, in the order of attaching."""
     y = leaf() * 2
-    with pytest.raises(hl.errors.UnhookableError, match=r"Only leaves accumulate.*MulBackward0.*on='grad'"):
-        hl.attach_tensor(y, ignore, on="param_grad")
+    log: list[Any] = []
+    for index, what in enumerate((y.grad_fn, get_gradient_edge(y), y)):
+        hl.attach_node(what, lambda grads, index=index: log.append(index))
+    y.sum().backward()
+    assert log == [0, 1, 2]
 
 
 def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
@@ -116,37 +116,183 @@ def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
     assert len(seen) == 2
     handle.remove()
     model.weight.requires_grad_(False)
-    with pytest.raises(hl.errors.UnhookableError, match="that at 1 needs no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match="at 1 needs no gradient"):
         hl.attach_tensor([model.bias, model.weight], seen.append, on="param_grad")
     assert not model.bias._post_accumulate_grad_hooks
 
 
-# -- several tensors ---------------------------------------------------------------------------------------------
-
-
-def test_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() -> None:
-    """Unless there are no others."""
+def test_of_several_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() -> None:
+    """Unless there are no others; a hook that is removed in mid-pass stays silent."""
     x, bare = leaf(), torch.ones(3)
-    with pytest.raises(hl.errors.UnhookableError, match="Of 4 tensors, that at 1 needs no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match="at 1 needs no gradient"):
         hl.attach_tensor([x, bare, x, bare], ignore)
     assert not x._backward_hooks
     seen = []
     hl.attach_tensor([bare, x], seen.append, mode="any")
     x.sum().backward()
     assert len(seen) == 1
-    with pytest.raises(hl.errors.UnhookableError, match="that at 0 needs"):
+    with pytest.raises(hl.errors.UnhookableError, match="at 0 needs no gradient"):
         hl.attach_tensor([bare, bare], ignore, mode="any")
-
-
-def test_a_hook_on_several_tensors_that_is_removed_in_mid_pass_stays_silent() -> None:
-    """Even if some of the gradients were there already."""
-    x = leaf()
+    x, together = leaf(), []
     y = x * 2
-    seen = []
-    handle = hl.attach_tensor([x, y], seen.append)
+    handle = hl.attach_tensor([x, y], together.append)
     hl.attach_tensor(y, lambda grad: handle.remove())
     y.sum().backward()
-    assert seen == []
+    assert together == []
+
+
+@pytest.mark.parametrize("given", [None, "weight", {"a": leaf()}, nn.Linear(1, 1), [leaf(), 3]], ids=repr)
+def test_what_is_no_tensor_or_node_is_refused(given: Any) -> None:
+    """With what came, and what to pass; also what needs no gradient, or computes where it should accumulate."""
+    with pytest.raises(hl.errors.UnhookableError, match="attach_tensor takes"):
+        hl.attach_tensor(given, ignore)
+    for no_node in (given, torch.ones(2)):
+        with pytest.raises(hl.errors.UnhookableError, match=r"takes a node.*pass the grad_fn of a tensor"):
+            hl.attach_node(no_node, ignore)
+    for kind in ("grad", "param_grad"):
+        with pytest.raises(RuntimeError, match=r"needs no gradient.*requires_grad_\(\)"):
+            hl.attach_tensor(torch.ones(2, 3), ignore, on=kind)
+    with pytest.raises(hl.errors.UnhookableError, match=r"Only leaves accumulate.*on='grad'"):
+        hl.attach_tensor(leaf() * 2, ignore, on="param_grad")
+
+
+# -- saved tensors -----------------------------------------------------------------------------------------------
+
+
+class Logs:
+    """A pair of functions that note what they are given."""
+
+    def __init__(self, name: str = "", log: list[str] | None = None) -> None:
+        self.name = name
+        self.log = [] if log is None else log
+        self.seen: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+        self.log.append(f"pack {self.name}".strip())
+        self.seen.append(tensor)
+        return self.name, tensor
+
+    def unpack(self, packed: tuple[str, Tensor]) -> Tensor:
+        assert packed[0] == self.name
+        self.log.append(f"unpack {self.name}".strip())
+        return packed[1]
+
+
+def scope(logs: Logs) -> hl.sites.SavedTensors:
+    return hl.saved_tensors(logs.pack, logs.unpack, name=logs.name or None)
+
+
+def test_a_saved_output_comes_without_history_and_with_the_same_memory() -> None:
+    """torch hands over the output itself; computed inputs come detached as well, leaves as they are."""
+    x, logs = leaf(), Logs()
+    with scope(logs):
+        y = x.exp()
+        z = y.sin()
+        x.sin()
+    output, computed, given = logs.seen
+    for tensor in (output, computed):
+        assert tensor.grad_fn is None
+        assert not tensor.requires_grad
+        assert tensor.data_ptr() == y.data_ptr()
+    assert given is x
+    z.sum().backward()
+    assert torch.allclose(x.grad, y.detach().cos() * y.detach())
+
+
+def test_the_recipe_of_the_docstring_takes_tensors_of_every_sort() -> None:
+    """An embedding keeps its indices, dropout its mask; numbers lose bits, and nothing else happens."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
+
+    assert "tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor" in str(hl.saved_tensors.__doc__)
+    with hl.saved_tensors(pack, lambda packed: packed[1].to(packed[0])) as handle:
+        loss = model(torch.tensor([[1, 4]])).square().mean()
+    loss.backward()
+    assert handle.packed == handle.unpacked > 3
+    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+
+
+def test_an_unpack_function_has_to_return_a_tensor() -> None:
+    """The error names it and its scope."""
+
+    def bad(packed: Any) -> Any:
+        return [packed]
+
+    with hl.saved_tensors(lambda tensor: tensor, bad, name="mine"):
+        y = leaf().sin()
+    with pytest.raises(hl.errors.HookReturnError, match=r"bad' of saved_tensors 'mine'.*got a list"):
+        y.sum().backward()
+
+
+def test_nested_scopes_use_the_innermost() -> None:
+    """And each tensor is unpacked by the scope that packed it."""
+    log: list[str] = []
+    x = leaf()
+    with scope(Logs("outer", log)):
+        a = x.sin()
+        with scope(Logs("inner", log)):
+            b = a.cos()
+        c = b.sin()
+    c.sum().backward()
+    assert log == ["pack outer", "pack inner", "pack outer", "unpack outer", "unpack inner", "unpack outer"]
+
+
+def test_a_scope_can_be_entered_again_and_inside_itself_but_left_only_where_it_was_entered() -> None:
+    """It packs while it is open, and counts on."""
+    handle, other = scope(Logs()), scope(Logs("other"))
+    for _ in range(2):
+        with handle:
+            leaf().sin()
+            with handle:
+                leaf().sin()
+            leaf().sin()
+            assert handle.report().attached == 1
+        leaf().sin()
+        assert handle.report().attached == 0
+    assert handle.packed == 6
+    with other:
+        with pytest.raises(hl.HooklineError, match="was not entered"):
+            handle.__exit__(None, None, None)
+        leaf().sin()
+    assert other.packed == 1
+
+
+def test_removing_inside_the_block_stops_packing_at_once() -> None:
+    """What was packed is still unpacked, what comes after is kept as it is; it is not entered again."""
+    x, logs = leaf(), Logs("mine")
+    with scope(logs) as handle:
+        y = x.sin()
+        handle.remove()
+        handle.remove()
+        z = y.exp()
+        assert handle.report().attached == 0
+    z.sum().backward()
+    assert logs.log == ["pack mine", "unpack mine"]
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+    with pytest.raises(hl.errors.ScopeError, match="'mine' was removed; make a new one"):
+        handle.__enter__()
+
+
+def test_removal_reaches_all_threads() -> None:
+    """At once."""
+    handle = scope(Logs())
+    entered, removed = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        with handle:
+            entered.set()
+            removed.wait(PATIENCE)
+            leaf().sin()
+
+    other = threading.Thread(target=inside)
+    other.start()
+    entered.wait(PATIENCE)
+    handle.remove()
+    removed.set()
+    other.join()
+    assert handle.packed == 0
 
 
 # -- freed -------------------------------------------------------------------------------------------------------
@@ -157,7 +303,7 @@ class Token:
 
 
 @pytest.fixture
-def no_collector():
+def no_collector() -> Iterator[None]:
     """Nothing but reference counts frees anything."""
     gc.collect()
     gc.disable()
@@ -166,7 +312,7 @@ def no_collector():
 
 
 def hook_holding(token: Token) -> Any:
-    def hook(value: Any) -> None:
+    def hook(*grads: Any) -> None:
         token
 
     return hook
@@ -176,6 +322,8 @@ WAYS = {
     "computed": lambda x, y, z, hook: hl.attach_tensor(y, hook),
     "leaf": lambda x, y, z, hook: hl.attach_tensor(x, hook),
     "any": lambda x, y, z, hook: hl.attach_tensor([y, z], hook, mode="any"),
+    "node pre": lambda x, y, z, hook: hl.attach_node(y.grad_fn, hook),
+    "node post": lambda x, y, z, hook: hl.attach_node(y.grad_fn, hook, on="post"),
 }
 
 
@@ -197,3 +345,38 @@ def test_tensors_and_hook_go_with_the_graph_without_the_collector(way: str, back
     references = [weakref.ref(one) for one in (x, y, z, token)]
     del x, y, z, token, handle, loss
     assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_leaf_whose_node_is_hooked_stays_until_the_hook_is_removed_and_no_longer() -> None:
+    """With two hooks, until both are."""
+    x = leaf()
+    reference = weakref.ref(x)
+    handles = [hl.attach_node(x, ignore, on=kind) for kind in ("pre", "pre", "post")]
+    del x
+    for handle in handles:
+        assert reference() is not None
+        handle.remove()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["dropped", "run"])
+@pytest.mark.parametrize("removed", [False, True], ids=["on", "removed"])
+@pytest.mark.parametrize("operation", [torch.sin, torch.exp], ids=["input", "output"])
+@pytest.mark.usefixtures("no_collector")
+def test_graph_and_packing_functions_go_without_the_collector(backward: bool, removed: bool, operation: Any) -> None:
+    """Also for a saved output that is packed as it is, where torch alone leaks for good."""
+    x, token = leaf(), Token()
+
+    def keep(value: Any, token: Token = token) -> Any:
+        return value
+
+    with hl.saved_tensors(keep, keep) as handle:
+        if removed:
+            handle.remove()
+        y = operation(x)
+    if backward:
+        y.sum().backward()
+    references = [weakref.ref(one) for one in (x, y, token)]
+    del x, y, token, handle, keep
+    assert [reference() for reference in references] == [None] * 3

@@ -142,22 +142,10 @@ def put_hook(module: nn.Module, attribute: str, hook_id: int, hook: Any, *, with
         getattr(module, options[0]).pop(hook_id, None)
 
 
-_next_hook_id: Final = itertools.count(1).__next__
-
-
 def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
     """Take one hook off, with its options."""
     for name in (attribute, *HOOK_DICTS[attribute]):
         getattr(module, name).pop(hook_id, None)
-
-
-def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
-    """Do what ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
-    hooks = tensor._backward_hooks
-    if hooks is None:
-        hooks = tensor._backward_hooks = OrderedDict()
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-    hooks[-_next_hook_id()] = hook
 
 
 def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
@@ -166,7 +154,7 @@ def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
     Its key among the tensor's hooks is the kind. torch keeps these with the node, so that it goes when the graph does,
     and begins with none when the tensor is changed in place.
     """
-    hooks: Any = tensor._backward_hooks  # `hook_tensor`, without the call; torch types keys as int
+    hooks: Any = tensor._backward_hooks  # what ``register_hook`` does, without the handle; torch types keys as int
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from hookline.errors import HookReturnError, HookSignatureError, OptionError, Sc
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
+from hookline.sites.gradients.tensor_taps import fitting, fitting_all
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind, SiteType
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Hook
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _UNPACK: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("packed",)})
 
 
@@ -87,43 +86,36 @@ def attach_tensor(
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
     if not torch.compiler.is_dynamo_compiling():
-        return _attach(tensor, hook, on, mode, observe=observe, name=name)
+        return _attach(tensor, hook, on, mode, AttachOptions(observe=observe, name=name))
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         if on == "grad":
             return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return, no-untyped-call]
         if on == "param_grad":
             return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
-    return _attach_between_graphs(tensor, hook, on, mode, observe=observe, name=name)
+    return _attach_between_graphs(tensor, hook, on, mode, AttachOptions(observe=observe, name=name))
 
 
 def _attach(
-    tensor: Tensor | Iterable[Tensor],
-    hook: Hook,
-    on: str | Kind,
-    mode: str,
-    *,
-    observe: bool,
-    name: str | None,
+    tensor: Tensor | Iterable[Tensor], hook: Hook, on: str | Kind, mode: str, options: AttachOptions
 ) -> HookHandle:
     kind = Kind.parse(on, TENSOR)
     if mode not in ("all", "any"):
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
     if isinstance(hook, Tensor) and callable(tensor):
         raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
-    options = AttachOptions(observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=TENSOR)
-    tensors = [tensor] if isinstance(tensor, Tensor) else _as_tensors(tensor)
+    tensors = _tensors_in(tensor)
     if mode == "any":
         if kind is Kind.PARAM_GRAD:
             raise OptionError("mode='any' goes with on='grad'; a param_grad hook is called for each leaf.")
         tensors = [one for one in tensors if one.requires_grad] or tensors
-    _check_gradient(tensors)
+    _check_gradients(tensors)
     if kind is Kind.PARAM_GRAD:
-        return _hook_leaves(attachment, tensors, name)
+        return _hook_leaves(attachment, tensors)
     if isinstance(tensor, Tensor):
-        return _hook_graph(attachment, name or _described(tensor), tensor.register_hook)
-    register = functools.partial(_register_first if mode == "any" else _register_together, tensors)
-    return _hook_graph(attachment, name or f"{len(tensors)} tensors", register)
+        return _hook_graph(attachment, _described(tensor), tensor.register_hook)
+    register = functools.partial(_register_together, tensors, mode)
+    return _hook_graph(attachment, f"{len(tensors)} tensors", register)
 
 
 _attach_between_graphs: Final = _torch.untraced(_attach)
@@ -139,22 +131,21 @@ def _watching(hook: Hook) -> Hook:
     return watch
 
 
-def _register_first(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
-    return register_multi_grad_hook(tensors, hook.see, mode="any")
-
-
-def _register_together(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
+def _register_together(tensors: list[Tensor], mode: Any, hook: _GraphHook) -> RemovableHandle:
+    """Have torch call the hook with the gradients of all tensors, or with the first of them."""
+    if mode == "any":
+        return register_multi_grad_hook(tensors, hook.see, mode="any")
     return register_multi_grad_hook(tensors, lambda grads: hook.see(tuple(grads)), mode="all")
 
 
-def _hook_leaves(attachment: Attachment, leaves: list[Tensor], name: str | None) -> HookHandle:
+def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
     """Attach to all of the leaves, each once, or, if one of them is none, to none."""
     computed = next((tensor for tensor in leaves if not tensor.is_leaf), None)
     if computed is not None:
         raise UnhookableError(
-            f"Only leaves accumulate a gradient; this {_described(computed)} was computed "
-            f"({type(computed.grad_fn).__name__}). Use on='grad'."
+            f"Only leaves accumulate a gradient; this {_described(computed)} was computed. Use on='grad'."
         )
+    name = attachment.options.name
     with LOCK:
         for index, leaf in {id(leaf): (index, leaf) for index, leaf in enumerate(leaves)}.values():
             own_name = name or _described(leaf) if len(leaves) == 1 else f"{name or 'tensors'}[{index}]"
@@ -162,14 +153,15 @@ def _hook_leaves(attachment: Attachment, leaves: list[Tensor], name: str | None)
         return HookHandle(attachment)
 
 
-def _as_tensors(given: Any) -> list[Tensor]:
-    if isinstance(given, nn.Module | Mapping | str) or not isinstance(given, Iterable):
-        hint = "; for the parameters of a module: attach(module, hook, on='param_grad')"
+def _tensors_in(given: Any) -> list[Tensor]:
+    """Return the one tensor that was given, or the several."""
+    tensors = [given] if isinstance(given, Tensor) else given
+    if isinstance(tensors, nn.Module | Mapping | str) or not isinstance(tensors, Iterable):
         raise UnhookableError(
-            f"attach_tensor takes a tensor or a list of tensors, got {type_name(given)}"
-            f"{hint if isinstance(given, nn.Module) else ''}."
+            f"attach_tensor takes a tensor or a list of tensors, got {type_name(given)}; for parameters of a module: "
+            "attach(module, hook, on='param_grad')."
         )
-    tensors = list(given)
+    tensors = list(tensors)
     if not tensors:
         raise TargetError("attach_tensor was given no tensors.")
     for index, one in enumerate(tensors):
@@ -178,13 +170,13 @@ def _as_tensors(given: Any) -> list[Tensor]:
     return tensors
 
 
-def _check_gradient(tensors: list[Tensor]) -> None:
+def _check_gradients(tensors: list[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if not tensor.requires_grad:
-            which = f"The {_described(tensor)}" if len(tensors) == 1 else f"Of {len(tensors)} tensors, that at {index}"
             raise UnhookableError(
-                f"{which} needs no gradient, so there is none to hook: call requires_grad_() before the forward, or "
-                "take a tensor that was computed, with gradients enabled, from one that needs them."
+                f"The {_described(tensor)} at {index} needs no gradient, so there is none to hook: call "
+                "requires_grad_() before the forward, or take a tensor that was computed, with gradients enabled, from "
+                "one that needs them."
             )
 
 
@@ -236,7 +228,7 @@ def attach_node(
     attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name), site_type=NODE)
     found = _node_of(node)
     register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
-    handle = _hook_graph(attachment, name or type(found).__name__, register)
+    handle = _hook_graph(attachment, type(found).__name__, register)
     if hasattr(found, "variable"):  # it accumulates into a leaf
         _HELD[attachment] = found
         attachment.on_remove = lambda attachment: _HELD.pop(attachment, None)
@@ -250,18 +242,12 @@ _HELD: Final[dict[Attachment, Any]] = {}
 def _node_of(given: Any) -> Any:
     if isinstance(given, GradientEdge):
         return given.node
-    if isinstance(given, Tensor):
-        if not given.requires_grad:
-            raise UnhookableError(
-                f"The {_described(given)} needs no gradient, so it has no node: pass one that was computed, with "
-                "gradients enabled, from tensors that need them."
-            )
+    if isinstance(given, Tensor) and given.requires_grad:
         return get_gradient_edge(given).node
-    if not hasattr(given, "register_prehook") or not hasattr(given, "next_functions"):
-        what = "None, as the grad_fn of a tensor that was not computed" if given is None else repr(given)
+    if not hasattr(given, "register_prehook"):
         raise UnhookableError(
-            f"attach_node takes a node of the autograd graph, got {what}; pass the grad_fn of a tensor that was "
-            "computed from ones that need gradients, or the tensor itself."
+            f"attach_node takes a node of the autograd graph, got {type_name(given)}; pass the grad_fn of a tensor "
+            "that was computed, with gradients enabled, from ones that need them, or the tensor itself."
         )
     return given
 
@@ -335,11 +321,7 @@ class _GraphHook:
         result = self.entry.run(value, *more)
         if result is None or not self.edits:
             return None
-        return (
-            _fitting_all(result, value, self.entry)
-            if isinstance(value, tuple)
-            else _fitting(result, value, self.entry, "the return value")
-        )
+        return (fitting_all if isinstance(value, tuple) else fitting)(result, value, self.entry)
 
     def see(self, value: Any) -> None:
         """Run the hook where nothing can be replaced."""
@@ -351,7 +333,7 @@ def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHoo
     with LOCK:
         hook = _GraphHook(attachment)
         handle = register(hook)
-        hook.entry = _HookInGraph(attachment, name, _InGraph(handle))
+        hook.entry = _HookInGraph(attachment, attachment.options.name or name, _InGraph(handle))
         if hook.edits:
             _move_observers_back(handle)
         return HookHandle(attachment)
@@ -362,37 +344,6 @@ def _move_observers_back(handle: RemovableHandle) -> None:
     for number, other in list(hooks.items()):
         if isinstance(other, _GraphHook) and not other.edits:
             hooks[number] = hooks.pop(number)  # torch goes by insertion, which move_to_end() leaves as it was
-
-
-def _fitting_all(new: Any, old: tuple[Tensor | None, ...], entry: HookAtSite) -> tuple[Tensor | None, ...]:
-    """Return the new gradients of a node, if they can stand in for the old ones; None takes one away."""
-    if isinstance(new, Tensor) and len(old) == 1:
-        new = (new,)
-    if not isinstance(new, tuple | list) or len(new) != len(old):
-        got = f"{len(new)} values" if isinstance(new, tuple | list) else type_name(new)
-        raise _misfit(entry, f"expected None or a tuple of {len(old)}, got {got}")
-    pairs = enumerate(zip(new, old, strict=True))
-    return tuple(None if one is None else _fitting(one, was, entry, f"entry {index}") for index, (one, was) in pairs)
-
-
-def _fitting(new: Any, old: Tensor | None, entry: HookAtSite, what: str) -> Tensor:
-    if not isinstance(new, Tensor):
-        raise _misfit(entry, f"{what} is {type_name(new)}, not a tensor or None")
-    if old is None:
-        raise _misfit(entry, f"{what} is for a gradient that did not come in this pass (None), so it cannot be given")
-    if _looks(new) != _looks(old):
-        raise _misfit(entry, f"{what} is {_looks(new)}, the gradient is {_looks(old)}")
-    return new
-
-
-def _looks(tensor: Tensor) -> str:
-    layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
-    return f"{tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"
-
-
-def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
-    attachment = entry.attachment
-    return HookReturnError(f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r}: {what}.")
 
 
 # -- saved tensors ---------------------------------------------------------------------------------------------------
@@ -433,116 +384,78 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
 class SavedTensors(HookHandle):
     """A pair of functions that pack and unpack what autograd keeps; made by `saved_tensors`.
 
-    A scope can be entered again, also inside itself and in several threads at once, and decorates a function::
-
-        @hookline.saved_tensors(pack, unpack)
-        def forward(x): ...
-
-    Leaving the block ends the packing; so does ``remove()``, at once, for good and in all threads. What was packed
-    is unpacked whenever it is needed. As with torch's own, blocks have to be left in the reverse order of entering.
+    A scope can be entered again, also inside itself and in several threads at once. Leaving the block ends the packing;
+    so does ``remove()``, at once, for good and in all threads. What was packed is unpacked whenever it is needed. As
+    with torch's own, blocks have to be left in the reverse order of entering.
     """
 
     def __init__(self, attachment: Attachment, unpack: Hook, *, wants_site: bool) -> None:
         super().__init__(attachment)
-        self._pair = _Pair(attachment, unpack, wants_site)
-        self._scope = saved_tensors_hooks(self._pair.pack, self._pair.unpack)
-
-    def __enter__(self) -> Self:
-        if self.removed:
-            raise ScopeError(f"saved_tensors {self.name!r} was removed; make a new one.")
-        self._scope.__enter__()
-        self._pair.blocks.count(1)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._pair.blocks.alive():
-            raise ScopeError(f"saved_tensors {self.name!r} is left, but was not entered.")
-        self._scope.__exit__(*exc_info)
-        self._pair.blocks.count(-1)
-
-    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Run the function inside the scope, until that is removed."""
-
-        @functools.wraps(function)
-        def scoped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if self.removed:
-                return function(*args, **kwargs)
-            with self:
-                return function(*args, **kwargs)
-
-        return scoped
-
-    def _state(self) -> str:
-        """Return whether it packs now: in a block that was entered, in whatever thread."""
-        return (
-            super()._state() if self.removed or self._pair.blocks.alive() else f"{OFF} until a `with` block enters it"
-        )
+        self._unpack_hook = unpack
+        self._wants_site = wants_site
+        self._blocks = _Blocks()
+        self._entry = _HookInGraph(attachment, "saved tensors", self._blocks)
+        self.unpacked = 0
+        """The number of times a tensor was unpacked."""
 
     @property
     def packed(self) -> int:
         """The number of tensors that were packed."""
-        return self._pair.entry.fired
+        return self._entry.fired
 
-    @property
-    def unpacked(self) -> int:
-        """The number of times one was unpacked."""
-        return self._pair.unpacked
+    def __enter__(self) -> Self:
+        if self.removed:
+            raise ScopeError(f"saved_tensors {self.name!r} was removed; make a new one.")
+        self._scope().__enter__()
+        self._blocks.open += 1
+        return self
 
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._blocks.open:
+            raise ScopeError(f"saved_tensors {self.name!r} is left, but was not entered.")
+        self._blocks.open -= 1
+        self._scope().__exit__(*exc_info)
 
-class _Unpacked(NamedTuple):
-    """A tensor that autograd wanted to keep in a block whose scope was removed inside of it."""
+    def _scope(self) -> saved_tensors_hooks:
+        """Return a scope of torch's; all of them are the same, and one that was kept would be a ring with this."""
+        return saved_tensors_hooks(self._pack, self._unpack)
 
-    tensor: Tensor
+    def _state(self) -> str:
+        """Return whether it packs now: in a block that was entered, in whatever thread."""
+        return super()._state() if self.removed or self._blocks.open else f"{OFF} until a `with` block enters it"
+
+    def _pack(self, tensor: Tensor) -> tuple[bool, Any]:
+        """Return what to keep of the tensor, and whether that is what the user's function made of it."""
+        # torch hands an operation's own output over; kept as it is, it would keep the node that keeps it, for good.
+        tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        return (False, tensor) if self.removed else (True, self._entry.run(tensor))
+
+    def _unpack(self, kept: tuple[bool, Any]) -> Any:
+        """Return the tensor again; raise if the user's function gives none."""
+        is_packed, value = kept
+        if is_packed:
+            self.unpacked += 1
+            options = {"site": self._entry.site_of(self.unpacked - 1)} if self._wants_site else {}
+            value = self._unpack_hook(value, **options)
+            if not isinstance(value, Tensor):
+                raise HookReturnError(
+                    f"unpack function {hook_name(self._unpack_hook)!r} of saved_tensors {self.name!r} must return a "
+                    f"tensor, but got {type_name(value)}."
+                )
+        return value
 
 
 class _Blocks(HookContainer):
     """How many blocks have entered a scope and not left it, in all threads."""
 
-    __slots__ = ("_open",)
+    __slots__ = ("open",)
 
     def __init__(self) -> None:
-        self._open = 0
-
-    def count(self, change: int) -> None:
-        """Add ``change`` to the number."""
-        with LOCK:
-            self._open += change
+        self.open = 0
 
     def discard(self, entry: HookAtSite) -> None:
         """Do nothing: open blocks see that the attachment is removed."""
 
     def alive(self) -> bool:
         """Return whether one is open."""
-        return self._open > 0
-
-
-class _Pair:
-    """The two functions of a scope, as torch calls them; kept by the graphs that were made in it."""
-
-    def __init__(self, attachment: Attachment, unpack: Hook, wants_site: bool) -> None:
-        self._attachment = attachment
-        self._unpack = unpack
-        self._wants_site = wants_site
-        self.blocks = _Blocks()
-        self.entry = _HookInGraph(attachment, "saved tensors", self.blocks)
-        self.unpacked = 0
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Return what to keep of the tensor."""
-        # torch hands an operation's own output over; kept as it is, it would keep the node that keeps it, for good.
-        tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        return _Unpacked(tensor) if self._attachment.removed else self.entry.run(tensor)
-
-    def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor again; raise if the user's function gives none."""
-        if type(packed) is _Unpacked:
-            return packed.tensor
-        self.unpacked += 1
-        options = {"site": self.entry.site_of(self.unpacked - 1)} if self._wants_site else {}
-        tensor = self._unpack(packed, **options)
-        if not isinstance(tensor, Tensor):
-            raise HookReturnError(
-                f"unpack function {hook_name(self._unpack)!r} of saved_tensors {self._attachment.name!r} must return "
-                f"a tensor, but got {type_name(tensor)}."
-            )
-        return tensor
+        return self.open > 0

@@ -137,20 +137,26 @@ def test_under_vmap_and_grad_the_values_are_those_without_hooks(kind: str) -> No
         assert torch.equal(run(), expected)
 
 
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
-def test_a_function_that_changes_its_input(editing: bool) -> None:
-    """mark_dirty: the input comes out as the output, and gradients are its own."""
+def test_a_function_that_changes_its_input() -> None:
+    """mark_dirty: the input comes out as the output, and gradients are its own; to edit them is refused."""
     seen: list[Any] = []
 
     def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
         seen.append((grad_inputs[0].tolist(), grad_outputs[0].tolist()))
 
     def edit(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-        watch(fn, grad_inputs, grad_outputs)
         return grad_inputs
 
     x = torch.ones(2, requires_grad=True)
-    with hl.attach_function(InPlace, edit if editing else watch, on="backward"):
+    for target, run, error in (
+        (InPlace, InPlace.apply, RuntimeError),
+        ("torch.Tensor.add_", lambda x: x.add_(1), hl.errors.UnhookableError),
+    ):
+        handle = hl.attach_function(target, edit, on="backward")
+        with pytest.raises(error):
+            run(x * 1)
+        handle.remove(quiet=True)
+    with hl.attach_function(InPlace, watch, on="backward"):
         h = x * 1
         y = InPlace.apply(h)
         (y * 5).sum().backward()

@@ -83,10 +83,11 @@ def test_edits_of_inputs_reach_into_lists_and_keywords_without_changing_the_call
         ("forward_pre", (torch.ones(3, 3), 3), "got a tuple of (Tensor, int)"),
         ("forward", (), "got a tuple of ()"),
         ("forward", {"a": 1}, "got a dict"),
-        ("backward_pre", (torch.ones(3, 3),) * 2, "expected a tuple of 1"),
-        ("backward_pre", torch.ones(2), "shape"),
-        ("backward", torch.ones(3, 3), "expected a tuple of 2"),
-        ("backward", (torch.ones(3, 3), torch.ones(1)), "shape"),
+        ("backward_pre", (torch.ones(3, 3),) * 2, "tuple of 1, got 2"),
+        ("backward_pre", torch.ones(2), "the gradient is"),
+        ("backward", torch.ones(3, 3), "tuple of 2"),
+        ("backward", (torch.ones(3, 3), torch.ones(1)), "the gradient is"),
+        ("backward", "junk", "got a str"),
     ],
 )
 @pytest.mark.parametrize("level", ["function", "operator"])

@@ -18,7 +18,6 @@ from hookline.sites import _torch
 from hookline.sites.attach import TARGETS, is_function, new_attachment
 from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, OrderGroup
 from hookline.sites.kinds import FUNCTION, Kind
@@ -119,8 +118,6 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         for_classes = ANYWHERE if within is None else scope
         scope.counter.serve(attachment)
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
-        if attachment.kind.is_gradient:
-            BackwardCall.functions_too = True
         try:
             for place in places:
                 each = for_classes if isinstance(place.func, type) else scope

@@ -8,7 +8,7 @@ all hooks observe one output; these call the user's hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -23,11 +23,9 @@ from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.tensor_taps import Window
     from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
-_NONE: Final[frozenset[int]] = frozenset()
 USE_INPUT_ONCE: Final = frozenset(
     {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm}
     | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
@@ -95,7 +93,7 @@ class GradientHooks(HookContainer):
     """The live hooks, in the order they run."""
     has_gradients = False
     edits_gradients = False
-    """Whether a hook may return gradients of inputs, which then have to go in as aliases."""
+    """Whether a hook may return gradients of inputs, which then pass a gate."""
     edits_outputs = False
     """The same for the gradients of outputs, which pass a gate if there are several."""
     watches_inputs = False
@@ -107,8 +105,6 @@ class GradientHooks(HookContainer):
     """Whether the module is one of `USE_INPUT_ONCE`."""
     tells_sites = False
     """Whether a hook declares ``site``."""
-    tells_contexts = False
-    """Whether a hook is for the calls of one context alone."""
     plan = ""
     """The same in letters, for calls that are compiled (`plan_of`)."""
     clock: Callable[[], Any] | None = None
@@ -132,7 +128,6 @@ class GradientHooks(HookContainer):
         self.observes_outputs = bool(pre) and not post and all(entry.simple and not _edits(entry) for entry in pre)
         self.output_call = None
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
-        self.tells_contexts = any(entry.attachment.context is not None for entry in (*pre, *post))
         self.clock = next((entry.attachment.clock for entry in post if entry.attachment.clock is not None), None)
 
     def gradient_moments(self) -> dict[ForwardCounter, tuple[int, int]]:
@@ -155,42 +150,26 @@ class BackwardCall:
     One is made for every call of every module that has gradient hooks, so rare attributes are defaults of the class.
     """
 
-    functions_too = False
-    """Whether gradients of functions are watched in this process, and not of modules alone."""
-    _edits_inputs = False
-    """Whether aliases of the inputs went in."""
-    _back = (-1, -1)
+    _takes_alias = False
+    """Whether an alias of the one input went in, whose tap has the module's own share."""
+    _returned = (-1, -1)
     """The indices of an input and of the output which are the same tensor."""
-    _lost_aliases = _NONE
-    """Indices of inputs whose alias an in-place operation may have taken out of the graph."""
-    _followed = _NONE
-    """Those of them that were changed in place: their gradient may come by the alias and past it."""
     _last_outputs: frozenset[int] | None = None
     """With several outputs: those whose gradients come last."""
-    _shapes: dict[int, torch.Size] | None = None
-    """Of inputs that are reshapes: their gradients may come in the shape of the tensor behind them."""
     _num_inputs = 1
     _num_outputs = 1
     _input_names: tuple[str, ...] = ("0",)
     _output_names: tuple[str, ...] = ("",)
     _grad_outputs: list[Tensor | None]
     _grad_inputs: list[Tensor | None]
-    _windows: dict[int, Window] | None = None
-    """Of inputs that are other views, and were changed in place: where they are in the tensor behind them."""
     _began: Any = None
     """The time on the hooks' clock when the first gradient of several outputs came."""
     _ended: Any = None
     """The time on that clock when the last gradient went to an input."""
-    _shares: Grads = ()
-    """The gradient of each input before it was edited."""
-    _contexts: frozenset[int] = frozenset()
-    """The contexts (``scope="context"``) that were open where the call was made."""
     _task = -1
     """The latest backward pass that reached this call."""
     done = True
     """Whether nothing more is to fire in that pass."""
-    _before_torch = -1
-    """The last backward pass in which ``backward_pre`` came before torch's own hooks of the module."""
 
     def __init__(self, hooks: GradientHooks, module: Any, order: int) -> None:
         self._hooks = hooks
@@ -198,56 +177,42 @@ class BackwardCall:
         self._first_node = _torch.sequence_number()
         self.order = order
         """When the call began, as `next_order` counts."""
+        self._contexts = open_contexts()  # autograd may run in a thread of its own
         if hooks.tells_sites:
             self._moments = hooks.gradient_moments()
-        if hooks.tells_contexts:  # autograd may run in a thread of its own
-            self._contexts = open_contexts()
 
     # -- gradients of outputs ------------------------------------------------------------------------------
 
     def take_output(self, index: int, grad: Tensor | None) -> Tensor | None:
         """Take the gradient of output ``index``; return the gradient to go on with."""
         task = _torch.graph_task_id()
-        if task != self._task and self._num_outputs == 1:  # the common case, in one go
-            self._task = task
-            # Nothing comes later, so nothing is kept: not the gradient either. (Aliases of inputs, for a hook that has
-            # come off since, still have to let gradients through.)
-            if not self._hooks.backward and not self._edits_inputs:
-                self._pre_done = self.done = True
-                self._grad_outputs = [None]
-                return self.fire(self._hooks.backward_pre, (grad,), ())[0]
-            self._pre_done, self.done = True, False
-            self._ended = None
-            self._grad_inputs = [None] * self._num_inputs
-            end_of(task).calls.append(self)
-            if self._hooks.backward_pre:
-                (grad,) = self.fire(self._hooks.backward_pre, (grad,), ())
-            self._grad_outputs = [grad]
+        if task != self._task:
+            self._begin(task)
+        if self.done:
             return grad
-        self.collect_output(index, grad)
-        if self._before_torch == task:
+        self._grad_outputs[index] = grad
+        if self._pre_done:
             return grad
         if self._last_outputs is None:
-            return self.release_outputs()[index]
+            return self._release_outputs()[index]
         self._awaited -= index in self._last_outputs
         if self._awaited == 0:
-            self.release_outputs()
+            self._release_outputs()
         return grad
 
-    def pass_gate(self, indices: list[int], grads: Grads) -> Grads:
+    def take_outputs(self, indices: list[int], grads: Grads) -> Grads:
         """Take the gradients of all outputs that pass the gate; return the gradients to go on with."""
-        if self._last_outputs is not None or self._before_torch == self._task:
-            return grads  # others are tapped, and come later; then nothing is edited
-        outputs = self.release_outputs()
-        return tuple(outputs[index] for index in indices)
-
-    def collect_output(self, index: int, grad: Tensor | None) -> None:
-        """Note the gradient of one output; the first in a backward pass begins it for this call."""
         task = _torch.graph_task_id()
         if task != self._task:
             self._begin(task)
-        if not self.done:
+        if self.done:
+            return grads
+        for index, grad in zip(indices, grads, strict=True):
             self._grad_outputs[index] = grad
+        if self._pre_done or self._last_outputs is not None:
+            return grads  # torch has run the hooks; or others are tapped, and come later: then nothing is edited
+        outputs = self._release_outputs()
+        return tuple(outputs[index] for index in indices)
 
     def _begin(self, task: int) -> None:
         """Begin the backward pass ``task`` for this call."""
@@ -256,149 +221,103 @@ class BackwardCall:
         if self._last_outputs is not None:
             self._awaited = len(self._last_outputs)
         if self._hooks.clock is not None:
-            self._began, self._ended = self._hooks.clock(), None
+            self._began, self._ended = self._hooks.clock() if self._num_outputs > 1 else None, None
         self._grad_outputs = [None] * self._num_outputs
         self._grad_inputs = [None] * self._num_inputs
         end_of(task).calls.append(self)
 
-    def begin_before_torch(self) -> tuple[HookAtSite, ...]:
-        """Begin the backward pass that is under way, before torch's own hooks; return the ``backward_pre`` hooks."""
-        self._before_torch = _torch.graph_task_id()
-        self._begin(self._before_torch)
-        self._pre_done = True
-        self.done = not self._hooks.backward and not self._edits_inputs  # then no gradient is kept
-        return self._hooks.backward_pre
-
-    def release_outputs(self) -> list[Tensor | None]:
+    def _release_outputs(self) -> Sequence[Tensor | None]:
         """Fire ``backward_pre``, since all gradients of outputs are there; return the gradients to go on with."""
-        if not self._pre_done:
-            self._pre_done = True
-            entries = self._hooks.backward_pre
-            if entries:
-                self._grad_outputs = list(self.fire(entries, tuple(self._grad_outputs), ()))
-        return self._grad_outputs
+        self._pre_done = True
+        grads: Sequence[Tensor | None] = self._grad_outputs
+        if self._hooks.backward_pre:
+            grads = self.fire(self._hooks.backward_pre, tuple(grads), ())
+        self.done = not self._hooks.backward  # then nothing comes later, and no gradient is kept
+        self._grad_outputs = [] if self.done else list(grads)
+        return grads
+
+    def run_by_torch(self, backward_hooks: Any) -> None:
+        """Have torch's own backward hooks of this call (its ``BackwardHook``) run the ``backward_pre`` hooks too.
+
+        torch puts a node of its own around the outputs *after* all forward hooks, so its hooks would come before
+        everything that we put there. It keeps a list of pre-hooks for this one call: our edits go in before the hooks
+        of others, our observers after them.
+        """
+        theirs = backward_hooks.user_pre_hooks
+        backward_hooks.user_pre_hooks = [self._edit_for_torch, *theirs, self._observe_for_torch]
+
+    def _edit_for_torch(self, module: Any, grads: Grads) -> Grads | None:
+        """Begin the pass and run the edits; return the gradients if one was replaced."""
+        if len(grads) != self._num_outputs:
+            return None  # a forward hook behind ours has put another output there
+        self._begin(_torch.graph_task_id())
+        self._pre_done, self.done = True, not self._hooks.backward
+        edited = self.fire(tuple(filter(_edits, self._hooks.backward_pre)), grads, ())
+        return None if edited is grads else edited
+
+    def _observe_for_torch(self, module: Any, grads: Grads) -> None:
+        """Run the observers: everybody has edited by now."""
+        if self._task == _torch.graph_task_id():
+            self.fire(tuple(entry for entry in self._hooks.backward_pre if not _edits(entry)), grads, ())
 
     # -- gradients of inputs -------------------------------------------------------------------------------
 
-    def _collect_input(self, index: int, grad: Tensor | None) -> None:
+    def collect_input(self, index: int, grad: Tensor | None) -> None:
+        """Add to the gradient of input ``index`` what one node of the call has sent there."""
         if grad is not None and not self.done and self._task == _torch.graph_task_id():
-            if self._shapes is not None and index in self._shapes:
-                grad = grad.reshape(self._shapes[index])
             so_far = self._grad_inputs[index]
             self._grad_inputs[index] = grad if so_far is None else so_far + grad
             if self._hooks.clock is not None:
                 self._ended = self._hooks.clock()
 
-    def _release_input(self, index: int, grad: Tensor | None) -> Tensor | None:
-        if self._task != _torch.graph_task_id():
-            return grad  # this backward reached the inputs, but not through the outputs
-        self.fire_post()
-        if index in self._followed:
-            return grad  # the rest comes by another way: the edit is made where both have met
-        grad, self._grad_inputs[index] = self._grad_inputs[index], None
-        return grad
+    def take_inputs(self, indices: list[int], grads: Grads) -> Grads:
+        """Take the gradients of all inputs that passed the gate, and fire; return the gradients to go on with."""
+        if self.done or self._task != _torch.graph_task_id():
+            return grads  # the hooks are off, or this backward pass did not come through the outputs
+        for index, grad in zip(indices, grads, strict=True):
+            self.collect_input(index, grad)
+        inputs = self.fire_post()
+        return grads if inputs is None else tuple(inputs[index] for index in indices)
 
-    def _take_input(self, grad: Tensor) -> None:
-        """Take the gradient of the one input of a layer that uses it once, and fire."""
-        if not self.done and self._task == _torch.graph_task_id():
-            self._grad_inputs[0] = grad
-            if self._hooks.clock is not None:
-                self._ended = self._hooks.clock()
-            self.fire_post()
-
-    def reach_producer(self, index: int, grad: Tensor | None) -> Tensor | None:
+    def reach_producer(self, index: int, grad: Tensor | None, shape: torch.Size | None) -> Tensor | None:
         """Fire, since the producer of input ``index`` runs next and all that this call made has run.
 
-        Return the gradient to go on with.
+        ``grad`` is the whole gradient of the input, in another ``shape`` if that is not its own. Return the gradient to
+        go on with.
         """
-        running = self._task == _torch.graph_task_id()
-        if index == self._back[0] and not (self._edits_inputs and running):
-            return self._in_shape(index, grad, self._take_back)
-        if running and index in self._lost_aliases and index not in (self._windows or ()):
-            return self._in_shape(index, grad, self._take_lost)
-        if running and not self.done:
+        if index == self._returned[0]:
+            return self._take_returned(grad, shape)
+        if not self.done and self._task == _torch.graph_task_id():
+            if self._takes_alias:
+                self._grad_inputs[0] = grad
+                self._ended = None if self._hooks.clock is None else self._hooks.clock()
             self.fire_post()
         return grad
 
-    def _take_back(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """Take the gradient of an input that is the output too (its alias, if any, is out of the graph)."""
-        grad = self.take_output(self._back[1], grad)
-        if self._hooks.watches_inputs:
-            self._grad_inputs[index] = grad
-            grad = self.fire_post()[index]
-        return grad
-
-    def _take_lost(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """Edit what comes to the input itself, since its alias is out of the graph."""
-        if not self.done:
-            if self._grad_inputs[index] is None:
-                self._grad_inputs[index] = grad
-                return self.fire_post()[index]
-            self.fire_post()
-        new, share = self._grad_inputs[index], self._shares[index]
-        if new is share or new is None or share is None or grad is None:
-            return grad
-        return grad + (new - share)  # others may have used the tensor before it was changed
-
-    def _hook_behind_window(self, index: int, output: int) -> Callable[[Grads], Grads | None]:
-        """Return what does the same as `reach_producer`, at the producer of the tensor behind a view."""
-
-        def reach(grads: Grads) -> Grads | None:
-            if self._task != _torch.graph_task_id():
-                return None
-            self.fire_post()
-            if not self._edits_inputs or self._windows is None:
-                return None
-            new, share, grad = self._grad_inputs[index], self._shares[index], grads[output]
-            if new is share or new is None or share is None or grad is None:
-                return None
-            return *grads[:output], self._windows[index].add(grad, new - share), *grads[output + 1 :]
-
-        return reach
-
-    def _in_shape(
-        self, index: int, grad: Tensor | None, take: Callable[[int, Tensor | None], Tensor | None]
-    ) -> Tensor | None:
-        """Call ``take`` with a gradient in the shape that the input had; return what comes back in its own shape."""
-        shape = self._shapes.get(index) if self._shapes is not None else None
-        if shape is None or grad is None:
-            return take(index, grad)
-        seen = grad.reshape(shape)
-        new = take(index, seen)
-        return grad if new is seen or new is None else new.reshape(grad.shape)
+    def _take_returned(self, grad: Tensor | None, shape: torch.Size | None) -> Tensor | None:
+        """Take the gradient of an input that is the output too."""
+        index, output = self._returned
+        seen = grad if grad is None or shape is None else grad.reshape(shape)
+        new = self.take_output(output, seen)
+        self.collect_input(index, new)
+        self.fire_post()
+        return grad if grad is None or new is seen or new is None else new.reshape(grad.shape)
 
     # -- firing --------------------------------------------------------------------------------------------
 
-    def fire_post(self) -> Grads:
-        """Fire ``backward``: all gradients of this call in this pass are there, those of its parameters included."""
+    def fire_post(self) -> Grads | None:
+        """Fire ``backward``: all gradients of this call in this pass are there, those of its parameters included.
+
+        Return the gradients of the inputs to go on with; None if there is nothing to fire.
+        """
+        if not self.done and not self._pre_done:
+            self._release_outputs()
         if self.done:
-            return ()
-        if not self._pre_done:
-            self.release_outputs()
-        if BackwardCall.functions_too and type(self._module) is not FunctionSite:
-            self._fire_functions_inside()
+            return None
         self.done = True
         outputs, self._grad_outputs = tuple(self._grad_outputs), []
         inputs, self._grad_inputs = tuple(self._grad_inputs), []
-        grads = self.fire(self._hooks.backward, inputs, (outputs,))
-        if self._edits_inputs:
-            self._grad_inputs = list(grads)  # until the aliases have let them through
-            self._shares = inputs
-        return grads
-
-    def _fire_functions_inside(self) -> None:
-        """Fire the functions that take in what the module takes in, and would fire with it or after: they go first.
-
-        The module may hold their signal back, by an alias. The gradients that the functions wait for are there too.
-        """
-        late: list[BackwardCall] = []
-        for call in reversed(end_of(self._task).calls):
-            if call is self:
-                break
-            if not call.done and call.order > self.order and type(call._module) is FunctionSite:
-                late.append(call)
-        for call in sorted(late, key=lambda call: -call.order):
-            call.fire_post()
+        return self.fire(self._hooks.backward, inputs, (outputs,))
 
     def fire(self, entries: tuple[HookAtSite, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; return the gradients as edited."""
@@ -461,22 +380,10 @@ class _EndOfBackward:
 _ENDS: Final[weakref.WeakValueDictionary[int, _EndOfBackward]] = weakref.WeakValueDictionary()
 
 
-class _Latest:
-    """The end that was asked for last: within one pass, the dictionary is asked once."""
-
-    task = -1
-    end: Callable[[], _EndOfBackward | None] = staticmethod(lambda: None)
-
-
 def end_of(task: int) -> _EndOfBackward:
     """Return the object that autograd calls at the end of the backward pass ``task``; make it if there is none."""
-    if task == _Latest.task:
-        latest = _Latest.end()
-        if latest is not None:
-            return latest
     end = _ENDS.get(task)
     if end is None:
         end = _ENDS[task] = _EndOfBackward()
         _torch.queue_end_of_backward(end)
-    _Latest.task, _Latest.end = task, weakref.ref(end)
     return end

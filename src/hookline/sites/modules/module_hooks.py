@@ -35,7 +35,7 @@ from hookline.sites.compiled.op_schemas import keep_maker
 from hookline.sites.compiled.trace_hooks import run_post, run_pre
 from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, tap_output, thread
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
-from hookline.sites.gradients.tensor_taps import run_before_torch
+from hookline.sites.gradients.tensor_taps import is_flat
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
@@ -216,10 +216,10 @@ class LastForwardSlot(Slot):
             call = GradientCall(module_hooks, module, next_order() if late else module_hooks.entered)
             state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
         watched = state.call.leave(output, state)
-        if module_hooks.backward_pre and _torch.has_backward_hooks(module):
-            hooks = _torch.backward_hooks_of_call(3)
-            if hooks is not None:
-                run_before_torch(state.call, hooks, output, state.index_of)
+        if module_hooks.backward_pre and _torch.has_backward_hooks(module) and is_flat(output):
+            backward_hooks = _torch.backward_hooks_of_call(3)
+            if backward_hooks is not None:
+                state.call.run_by_torch(backward_hooks)
         return None if watched is output else watched
 
 
