@@ -156,7 +156,7 @@ def test_a_folder_of_transformers_is_a_model(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert "bert.encoder.layer.2" in out
     assert "BertLayer" in out
-    spec = SPEC | {"target_modules": ["role:head"]}
+    spec = SPEC | {"target_modules": ["role:unembed"]}
     monkeypatch.syspath_prepend(str(EXPERIMENTS.parent))
     assert run_here("check", write([spec], "hooks.json"), "--model", "bert") == 0
     assert "cls.predictions.decoder" in capsys.readouterr().out

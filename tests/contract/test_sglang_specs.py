@@ -372,8 +372,8 @@ MINIMAL = """{
 
 def test_the_json_of_the_page_attaches_at_initialize(log, tmp_path):
     """From text and from a file; on every forward; with the lines of the source."""
-    (tmp_path / "server_args.jsonc").write_text(MINIMAL)
-    from_file = ServerArgs.from_file(tmp_path / "server_args.jsonc")
+    (tmp_path / "server_args.json").write_text(MINIMAL)
+    from_file = ServerArgs.from_file(tmp_path / "server_args.json")
     assert from_file == ServerArgs(**json.loads(MINIMAL))
     runner = ModelRunner(T(), from_file)
     runner.initialize()

@@ -275,7 +275,7 @@ class Trainer(Experiment):
 
     def __repr__(self) -> str:
         trained = f"; epochs trained: {len(self.metrics)}, see .metrics and .result" if self.metrics else ""
-        return f"{super().__repr__()[:-1]}{trained}>"
+        return f"<Trainer of {type(self.model).__name__}{trained}>"
 
     def _repr_html_(self) -> str:
         names = dict.fromkeys(name for metrics in self.metrics for name in metrics)

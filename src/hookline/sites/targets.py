@@ -108,10 +108,10 @@ _GLOB: Final = frozenset("*?[#")
 
 
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
-    """Leave out TorchScript modules among others, with one warning; return the others."""
+    """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
     scripted = [name for name, module in chosen if isinstance(module, torch.jit.ScriptModule)]
-    if not scripted or len(scripted) == len(chosen):
-        return chosen  # where there are no others, the error comes when they are hooked
+    if not scripted or len(scripted) == len(chosen) or not set(scripted).isdisjoint(map(str, as_list(target))):
+        return chosen  # where one is asked for, the error comes when it is hooked
     warnings.warn(
         f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: "
         f"{listed(scripted)}. "

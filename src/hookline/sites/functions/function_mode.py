@@ -2,7 +2,7 @@
 
 ``attach_function`` adds entries to scopes: a model's, whose forwards enter and leave it, a thread's, or that of the
 process. torch shows functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an
-``autograd.Function`` class to neither: while it has hooks, it has one more base. All three ask the `_Thread` for the
+``autograd.Function`` class to neither: while it has hooks, it has one more base. All three ask a `_Thread` for the
 hooks of the scopes that it is in.
 
 Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the modes
@@ -46,21 +46,33 @@ class _FunctionMode(TorchFunctionMode):
     stack = _torch.FUNCTION_MODES
     is_on = False
 
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()
+        self.thread = thread
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _THREAD.hooks_on(func)
+        hooks = self.thread.hooks_on(func)
         if hooks is not None and is_dynamo_compiling():
             _warn_compiled()
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
 
 
 class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients."""
+    """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients.
+
+    It keeps its thread: of a GPU, backward passes run in threads of autograd, to which torch lends the modes of the one
+    that has called ``backward()``.
+    """
 
     stack = _torch.DISPATCH_MODES
     is_on = False
     supports_higher_order_operators = True
+
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.thread = thread
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -71,13 +83,13 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True  # otherwise torch compiles nothing while it is on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _THREAD.hooks_on(func)
+        hooks = self.thread.hooks_on(func)
         if hooks is not None and _torch.is_tracing():
             _warn_compiled()
             hooks = None
-        if hooks is None or _THREAD.in_class_hook or _torch.called_by_us(2):
+        if hooks is None or self.thread.in_class_hook or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
 
 
 class _Patch:
@@ -111,8 +123,9 @@ class _Patch:
                 # A reference to this method may be kept, and used when the base is taken away again.
                 run = super().apply if Hooked in cls.__mro__ else cls.apply  # type: ignore[misc]
                 # A subclass is another function.
-                hooks = None if _THREAD.in_class_hook or cls is not hooked else _THREAD.hooks_on(cls)
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, _THREAD.hooks_on)
+                thread = _THREADS.this
+                hooks = None if thread.in_class_hook or cls is not hooked else thread.hooks_on(cls)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread.hooks_on)
 
         return Hooked
 
@@ -150,11 +163,12 @@ def _unseen(hook: Any) -> Any:
     """Return a hook on a class such that what it calls itself goes unseen, as modes have it by themselves."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, _THREAD.in_class_hook = _THREAD.in_class_hook, True
+        thread = _THREADS.this
+        before, thread.in_class_hook = thread.in_class_hook, True
         try:
             return hook(*args, **kwargs)
         finally:
-            _THREAD.in_class_hook = before
+            thread.in_class_hook = before
 
     return run
 
@@ -200,11 +214,11 @@ class Scope(HookContainer):
     def enter(self) -> None:
         """Begin a forward of the model in this thread."""
         self.counter.begin()
-        _THREAD.enter(self)
+        _THREADS.this.enter(self)
 
     def leave(self) -> None:
         """End it, however it ended."""
-        _THREAD.leave(self)
+        _THREADS.this.leave(self)
 
     def entries(self) -> Iterator[HookAtSite]:
         """Return one entry of each attachment."""
@@ -288,8 +302,8 @@ _OF_THREADS: Final[weakref.WeakSet[Scope]] = weakref.WeakSet()
 # -- the threads ---------------------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    """The scopes that this thread is in, their hooks, and the modes that see calls for them."""
+class _Thread:
+    """The scopes that one thread is in, their hooks, and the modes that see calls for them."""
 
     def __init__(self) -> None:
         self.own = Scope()
@@ -300,8 +314,8 @@ class _Thread(threading.local):
         """The scopes of models, as often as each was entered."""
         self._hooks: _HooksByFunction
         self._made_at = -1
-        self._functions = _FunctionMode()
-        self._operators = _OperatorMode()  # type: ignore[no-untyped-call]
+        self._functions = _FunctionMode(self)
+        self._operators = _OperatorMode(self)
         with LOCK:  # another thread may be going through them
             _OF_THREADS.add(self.own)
 
@@ -354,12 +368,12 @@ def publish() -> None:
     The modes of another thread stay on its stacks, which it alone may change, and see no hooks.
     """
     _State.published += 1
-    _THREAD.settle()
+    _THREADS.this.settle()
 
 
 def scope_of_thread() -> Scope:
     """Return the scope of hooks that are put on in this thread and bound to no model."""
-    return _THREAD.own
+    return _THREADS.this.own
 
 
 def unbound_attachments() -> Iterator[Attachment]:
@@ -370,7 +384,14 @@ def unbound_attachments() -> Iterator[Attachment]:
         yield from dict.fromkeys(entry.attachment for entry in scope.hooks)
 
 
-_THREAD: Final = _Thread()
+class _Threads(threading.local):
+    """Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.this = _Thread()
+
+
+_THREADS: Final = _Threads()
 
 
 _torch.leave_to_python(Scope.enter, Scope.leave, _OperatorMode.__torch_dispatch__)
