@@ -215,6 +215,8 @@ def test_stop_waits_for_every_target_and_leaves_normally_if_one_never_comes():
     with hl.capture(nested, "layers*", stop=True) as cache:
         nested(X)
         reached.append("never")
+    assert cache.ended_early
+    assert "ended the block" in repr(cache)
     model.forward = lambda x: model.a(x)
     waiting = hl.capture(model, ["a", "c"], stop=True)
     with pytest.warns(hl.errors.HookNeverFired, match="'c'"), waiting:  # noqa: PT031

@@ -188,3 +188,15 @@ def test_calls_that_differ_elsewhere_have_no_mean():
         hl.errors.OptionError, match=r"2 calls of 'layers.0'.*\(2, 3, 4\), \(2, 5, 4\)\. Give all of them in dims="
     ):
         hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache, dims=0)})
+
+
+def test_a_cache_of_inputs_and_outputs_asks_which_are_meant():
+    """The forgotten ``on="forward_pre"`` would put outputs back where inputs were meant."""
+    model, x, _ = _runs()
+    with hl.capture(model, "layers.1", inputs=True) as cache:
+        model(x)
+    with pytest.raises(hl.errors.OptionError, match="say which"):
+        hl.patch(model, {"layers.1": hl.edits.swap(cache)})
+    for kind in ("forward", "forward_pre"):
+        with hl.patch(model, {"layers.1": hl.edits.swap(cache)}, on=kind):
+            model(x)

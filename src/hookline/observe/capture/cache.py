@@ -36,6 +36,7 @@ __all__ = ["Cache", "Captured"]
 _MAX_ROWS: Final = 60
 _MAX_MAPS: Final = 12
 """Heat maps that a notebook shows at once: 10 kB each at most."""
+_ENDED_EARLY: Final = "stop=True ended the block here: nothing behind the model's call in it was run"
 _MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
 
 
@@ -56,6 +57,8 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self._calls = recorder.calls
         self._is_closed = False
         """Whether its hooks are off, or never were on."""
+        self.ended_early = False
+        """Whether ``stop=True`` has ended the block: what came after the model's call in it was not run."""
         self.handles: dict[Kind, HookHandle] = {}
         """The hooks, one attachment for each kind."""
         self.reasons: dict[str, Callable[[], str]] = {}
@@ -122,6 +125,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         rows = [_cells(*item) for item in calls.items()]
         num_calls = counted(sum(map(len, calls.values())), "call")
         foot = [f"{counted(len(calls), 'module')}, {num_calls}, {size_text(self.bytes)}"]
+        foot += [_ENDED_EARLY] if self.ended_early else []
         foot += [_MORE_TENSORS] if any(" +" in row[1] for row in rows) else []
         header = ("name", "output", "dtype", "calls", "size")
         return Table(header, rows, numbers=(3, 4), foot=foot, most=_MAX_ROWS)
@@ -194,7 +198,8 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
         self._recorder.can_stop = False
         self.remove(quiet=error is not None)
-        return isinstance(error, CaptureStopped) and error.owner is self._recorder
+        self.ended_early = isinstance(error, CaptureStopped) and error.owner is self._recorder
+        return self.ended_early
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _closed_cache, (self._plain_calls(),)

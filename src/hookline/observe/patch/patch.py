@@ -59,7 +59,7 @@ def patch(
     *,
     role: str | None = None,
     layer: Layers = None,
-    on: str | Kind = Kind.FORWARD,
+    on: str | Kind | None = None,
     index: IndexLike | None = None,
     exclude: Target = None,
     strict: bool = True,
@@ -99,8 +99,9 @@ def patch(
         role: The role of the modules in a language model, for one edit: ``patch(model, ablate(), role="attn")`` means
             ``{"role:attn": ablate()}``.
         layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
-        on: ``"forward"`` edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional arguments, else
-            ``hidden_states``, else that of the keyword arguments.
+        on: ``"forward"``, if left out, edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional
+            arguments, else ``hidden_states``, else that of the keyword arguments. A swap from a cache that has inputs
+            too has to say which.
         index: The part of the activation to edit, as between the brackets of a tensor (``(slice(None), -1)`` is the
             last position), for edits that have none of their own. The rest stays as it is.
         exclude: Modules to leave out.
@@ -114,7 +115,7 @@ def patch(
         HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
     """
     check_model(model, edits)
-    kind = _FORWARD if on is _FORWARD else _checked_kind(on)
+    kind = _FORWARD if on is None or on is _FORWARD else _checked_kind(on)
     if role is not None or layer is not None:
         edits = _for_role(edits, role, layer)
     if type(edits) is not dict and not isinstance(edits, Mapping):
@@ -130,7 +131,7 @@ def patch(
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
             whole = edit if edit.index is not None else dataclasses.replace(edit, index=part)
-            placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs)))
+            placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs, is_told=on is not None)))
     found = Patch()
     try:
         for edit, chosen, bound in placed:
