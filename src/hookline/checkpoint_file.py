@@ -114,8 +114,9 @@ def read(path: Path, home: Callable[[torch.device], torch.device] = lambda devic
 
     try:
         _check_sum(path)
-        with torch.serialization.safe_globals(_READABLE):
-            tree = torch.load(path, map_location=place, weights_only=True)
+        # An open file: of a path, torch would go by its ending.
+        with torch.serialization.safe_globals(_READABLE), path.open("rb") as file:
+            tree = torch.load(file, map_location=place, weights_only=True)
     except (CheckpointError, ResumeError):
         raise
     except Exception as error:  # torch's own have no common class

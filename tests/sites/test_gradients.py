@@ -100,3 +100,33 @@ def test_what_an_observer_returns_is_no_input_of_a_call_with_gradient_hooks() ->
         output.sum().backward()
     assert torch.equal(output, expected)
     assert len(seen) == 1
+
+
+class Adds(nn.Module):
+    def forward(self, x, cache):
+        return x + cache["h"]
+
+
+class SharesDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Adds(), Adds()
+
+    def forward(self, x, cache):
+        return self.b(self.a(x, cache), cache)
+
+
+def test_a_dict_of_the_caller_has_its_own_tensors_again_after_an_edited_call():
+    """Two modules share it: each edit is made once, of each module's own share."""
+    model, h = SharesDict(), torch.ones(1, requires_grad=True)
+    cache, seen = {"h": h}, []
+
+    def double(module, grad_input, grad_output):
+        seen.append([None if grad is None else grad.item() for grad in grad_input])
+        return tuple(None if grad is None else grad * 2 for grad in grad_input)
+
+    with hl.attach(model, ["a", "b"], double, on="backward"):
+        model(torch.zeros(1), cache).sum().backward()
+    assert cache["h"] is h
+    assert seen == [[1.0, 1.0], [None, 2.0]]
+    assert h.grad.item() == 6.0

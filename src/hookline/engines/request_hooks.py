@@ -167,10 +167,12 @@ class PreparedHooks:
             for hook in self.hooks:
                 close_hook(hook)
         opened, self._opened = self._opened or [], []
-        for live in opened:
-            self._live.remove(live.id)
-        let_go, self._let_go = self._let_go, lambda: None
-        let_go()
+        try:
+            for live in opened:
+                self._live.remove(live.id)
+        finally:
+            let_go, self._let_go = self._let_go, lambda: None
+            let_go()
         return [_found(live) for live in opened]
 
 

@@ -56,10 +56,10 @@ def with_stream(module: nn.Module, output: Any, stream: Tensor) -> Any:
     given = _float_tensors(output)
     if not given:
         raise OptionError(f"{type(module).__name__} returns no tensor of real numbers, so that none can be put there.")
-    new = {id(given[0]): stream}
+    new = [stream]
     if _is_split(module, given):  # all in the first part: the sum with zeros has its bits
-        new[id(given[1])] = torch.zeros_like(given[1])
-    return map_tensors(output, lambda path, tensor: new.get(id(tensor), tensor))
+        new.append(torch.zeros_like(given[1]))
+    return map_tensors(output, lambda path, tensor: new.pop(0) if new and tensor.is_floating_point() else tensor)
 
 
 def _is_split(module: nn.Module, given: list[Tensor], *, is_call: bool = False) -> bool:

@@ -9,8 +9,8 @@ through the parts: `transformers`' attention interface, by which most of its mod
     forward of the module ──► q(query) k(key) v(value) ──► its own function ──► z(output) ──► output projection
                                        └── pattern(softmax(q kᵀ · scale + mask)), if that has hooks
 
-The pattern is computed beside the model's function, without dropout. Where it is edited, or its gradient is asked for,
-it takes the function's place, and the output is rounded otherwise.
+The pattern is computed beside the model's function, without dropout. Where a hook may edit it, or asks for its
+gradient, it takes the function's place: the output is rounded otherwise, and attention has no dropout there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,45 +27,59 @@ from torch.overrides import TorchFunctionMode
 from hookline.errors import UnhookableError
 from hookline.sites.compiled import recompile_guard
 
-__all__ = ["PARTS", "AttentionPart", "parts_of"]
+__all__ = ["PARTS", "AttentionPart", "hooked_parts", "parts_of"]
 
-PARTS: Final = ("q", "k", "v", "pattern", "z", "attn_out")
+PARTS: Final = ("q", "k", "v", "pattern", "z")
 """Queries, keys and values as the attention function gets them, (batch, heads, tokens, width); how much each token
-looks at each, (batch, heads, tokens, tokens); what each head reads, (batch, heads, tokens, width); and what each adds
-to the residual stream, (batch, heads, tokens, features)."""
+looks at each, (batch, heads, tokens, tokens); and what each head reads, (batch, heads, tokens, width)."""
 _PARTS: Final = "_hookline_attention"
 """The attribute of an attention module, and of those in it, while a part of it has hooks."""
+_OWN: Final = recompile_guard.OWN_FORWARD
 _INTERFACE: Final = "get_interface"
+_HEADS: Final = 4
+"""Dimensions of (batch, heads, tokens, width)."""
 
 
 class AttentionPart(nn.Module):
     """Stand for one tensor inside of attention; `ModuleHooks` says when it has hooks."""
 
     is_in_path = False
-    """Whether the model has to compute with it: a gradient of it is asked for."""
+    """Whether the model has to compute with it: it may be edited, or a gradient of it is asked for."""
 
     def __init__(self, parts: AttentionParts) -> None:
         super().__init__()
-        self._attention = weakref.ref(parts)
+        self.__dict__["_attention"] = parts
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
         return tensor
 
-    def set_hooked(self, *, hooked: bool, gradients: bool) -> None:
+    def set_hooked(self, *, hooked: bool, in_path: bool) -> None:
         """Let the attention module call its parts, or not: called when the hooks of this one have changed."""
-        self.is_in_path = gradients
-        parts = self._attention()
-        if parts is not None:
-            parts.set_hooked(self, hooked=hooked)
+        self.is_in_path = in_path
+        self.__dict__["_attention"].set_hooked(self, hooked=hooked)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Return whether it has any."""
+        return bool(self._forward_hooks or self._forward_pre_hooks)
 
 
 def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
-    """Return the parts of an attention module by name, the same for as long as that is alive."""
-    found = _KNOWN.get(module)
+    """Return the parts of an attention module by name, the same ones for as long as anybody has one of them."""
+    known = _KNOWN.get(module)
+    found = None if known is None else known()
     if found is None:
-        found = _KNOWN[module] = AttentionParts(module)
+        found = AttentionParts(module)
+        _KNOWN[module] = weakref.ref(found)
     return found.by_name
+
+
+def hooked_parts(module: nn.Module) -> dict[str, AttentionPart]:
+    """Return the parts of a module that have hooks."""
+    found = module.__dict__.get(_PARTS)
+    known = found.by_name if found is not None and found.is_of(module) else {}
+    return {name: part for name, part in known.items() if part.has_hooks}
 
 
 class AttentionParts:
@@ -75,13 +88,15 @@ class AttentionParts:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
-        self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
+        self.q, self.k, self.v, self.pattern, self.z = self.by_name.values()
         self._hooked: set[AttentionPart] = set()
-        self._own: Any = None
-        """The ``forward`` that somebody else had given the module; copies of it have it not, while ours is there."""
-        self._ours: Any = None
-        self.was_reached = False
-        """Whether the attention function was called in the forward that is running."""
+        self._give_back: Any = None
+        self.calls = 0
+        """How often the attention function was called; in threads at once perhaps less, and never less than once."""
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether these are the parts of ``module``, and not of one around it."""
+        return self._module() is module
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -93,33 +108,41 @@ class AttentionParts:
             (self._switch_off if had else self._switch_on)(module)
 
     def _switch_on(self, module: nn.Module) -> None:
+        if any(_PARTS in inner.__dict__ for inner in module.modules()):
+            self._hooked.clear()
+            raise UnhookableError(
+                f"{type(module).__name__} shares its attention with another module that has hooks inside of it."
+            )
         recompile_guard.set_own_forward(module, wanted=False)
-        self._own = module.__dict__.get("forward")
-        recompile_guard.bind_forward(module, _forward_with_mode if _interface_of(module) is None else _forward)
-        self._ours = module.__dict__["forward"]
+        kind = _interface_of(module)
+        own = module.__dict__.get("forward")
+        if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
+            recompile_guard.bind_forward(module, _forward_with_mode if kind is None else _forward)
+            module.__dict__[_OWN] = own
         for inner in module.modules():
             inner.__dict__[_PARTS] = self
-        _count_interface(module, 1)
+        if kind is not None:
+            _count_interface(kind, 1)
+            self._give_back = weakref.finalize(module, _count_interface, kind, -1)
 
     def _switch_off(self, module: nn.Module) -> None:
         for inner in module.modules():
             inner.__dict__.pop(_PARTS, None)
-        _count_interface(module, -1)
-        if recompile_guard.stands_for(module.__dict__.get("forward")) is not self._ours:
+        if self._give_back is not None:
+            self._give_back()
+        ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
+        if ours not in (_forward, _forward_with_mode):
             return  # somebody has put another in front, which calls ours: that does nothing any more
+        own = module.__dict__.pop(_OWN)
         recompile_guard.unbind_forward(module)
-        if self._own is not None:
-            module.__dict__["forward"] = self._own
+        if own is not None:
+            module.__dict__["forward"] = own
         if module._forward_hooks or module._forward_pre_hooks:
             recompile_guard.set_own_forward(module, wanted=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model has no hooks of ours: its modules find no parts.
         return _no_parts, ()
-
-    def inner_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call the ``forward`` that the module would have by itself."""
-        return type(module).forward(module, *args, **kwargs) if self._own is None else self._own(*args, **kwargs)
 
     # -- one call ----------------------------------------------------------------------------------------------------
 
@@ -131,61 +154,37 @@ class AttentionParts:
             tensors: These three.
             weigh: Returns the pattern, of query and key.
         """
-        self.was_reached = True
+        self.calls += 1
         query, key, value = tensors
+        if query.dim() != _HEADS:
+            raise UnhookableError(
+                f"Hooks inside of attention are for (batch, heads, tokens, width), and here are {query.dim()} "
+                "dimensions. Hook the modules around it."
+            )
         query, key, value = self.q(query), self.k(key), self.v(value)
         z = run(query, key, value)
-        if _has_hooks(self.pattern):
-            pattern = weigh(query, key)
-            edited = self.pattern(pattern)
-            if edited is not pattern or self.pattern.is_in_path:
-                z = edited.to(value.dtype) @ _repeated(value, query)
-        read: Tensor = self.z(z)
-        if _has_hooks(self.attn_out):
-            self._add_up(read)
-        return read
+        if self.pattern.has_hooks:
+            pattern = self.pattern(weigh(query, key))
+            if self.pattern.is_in_path:
+                z = pattern.to(value.dtype) @ _repeated(value, query)
+        return self.z(z)  # type: ignore[no-any-return]
 
-    def _add_up(self, z: Tensor) -> None:
-        """Show what each head adds to the residual stream; nothing is computed with it."""
-        heads = z @ _by_head(self._module(), z)  # (batch, heads, tokens, features)
-        if self.attn_out(heads) is not heads:
-            raise UnhookableError("What a head adds is computed beside the model; edit what it reads: role='z'.")
+
+_KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionParts]]] = weakref.WeakKeyDictionary()
 
 
 def _no_parts() -> None:
     return None
 
 
-def _has_hooks(part: AttentionPart) -> bool:
-    return bool(part._forward_hooks or part._forward_pre_hooks)
-
-
-def _by_head(module: nn.Module | None, z: Tensor) -> Tensor:
-    """Return the rows of the output projection that each head is multiplied by, (heads, width, features)."""
-    heads, width = z.shape[1], z.shape[-1]
-    found = None
-    for inner in () if module is None else module.modules():
-        weight = inner._parameters.get("weight")
-        if weight is not None and weight.dim() == 2 and not isinstance(inner, nn.Embedding):  # of positions
-            # Of Conv1D, which GPT-2 has in place of nn.Linear, the weight is (in, out).
-            rows = weight.T if isinstance(inner, nn.Linear) else weight
-            found = rows if len(rows) == heads * width else found
-    if found is None:
-        raise UnhookableError(f"{type(module).__name__} has no matrix behind its heads ({heads} × {width} rows).")
-    return found.view(heads, width, -1)
-
-
-_KNOWN: Final[WeakKeyDictionary[nn.Module, AttentionParts]] = WeakKeyDictionary()
-
-
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module whose function is called with the module, and so finds the parts by itself."""
     parts = getattr(module, _PARTS, None)
     if parts is None:
-        return type(module).forward(module, *args, **kwargs)
-    parts.was_reached = False
-    output = parts.inner_forward(module, args, kwargs)
-    _check_reached(parts, module)
+        return _own_forward(module, args, kwargs)
+    before = parts.calls
+    output = _own_forward(module, args, kwargs)
+    _check_reached(parts, before, module)
     return output
 
 
@@ -193,16 +192,22 @@ def _forward_with_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module whose function has to be noticed when torch is asked for it."""
     parts = getattr(module, _PARTS, None)
     if parts is None:
-        return type(module).forward(module, *args, **kwargs)
-    parts.was_reached = False
+        return _own_forward(module, args, kwargs)
+    before = parts.calls
     with _Attending(parts):
-        output = parts.inner_forward(module, args, kwargs)
-    _check_reached(parts, module)
+        output = _own_forward(module, args, kwargs)
+    _check_reached(parts, before, module)
     return output
 
 
-def _check_reached(parts: AttentionParts, module: nn.Module) -> None:
-    if not parts.was_reached:
+def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call the ``forward`` that the module would have by itself."""
+    own = getattr(module, _OWN, None)
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def _check_reached(parts: AttentionParts, before: int, module: nn.Module) -> None:
+    if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
         raise UnhookableError(
             f"{type(module).__name__} computes attention by itself, so that hooks inside of it would be silent. Make "
             "the model with attn_implementation='sdpa' (of your own code: call "
@@ -222,6 +227,8 @@ class _Attending(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
+            if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
+                return args[0].unflatten(*args[1:], **(kwargs or {}))
             return func(*args, **(kwargs or {}))
         return _attend(self._parts, func, *args, **(kwargs or {}))
 
@@ -266,17 +273,18 @@ def _interface_of(module: nn.Module) -> type | None:
     return None
 
 
-def _count_interface(module: nn.Module, change: int) -> None:
-    """Have the interface of a module hand out functions that know parts, for as long as a module needs it."""
-    kind = _interface_of(module)
-    if kind is None:
-        return
+def _count_interface(kind: type, change: int) -> None:
+    """Have an interface hand out functions that know parts, for as long as a module needs it."""
     count = _USERS[kind] = _USERS.get(kind, 0) + change
     if change > 0 and count == 1:
-        _ORIGINAL[kind] = vars(kind)[_INTERFACE]
-        setattr(kind, _INTERFACE, _handing_out(_ORIGINAL[kind]))
+        original = vars(kind)[_INTERFACE]
+        ours = _handing_out(original)
+        _ORIGINAL[kind] = original, ours
+        setattr(kind, _INTERFACE, ours)
     elif not count:
-        setattr(kind, _INTERFACE, _ORIGINAL.pop(kind))
+        original, ours = _ORIGINAL.pop(kind)
+        if vars(kind).get(_INTERFACE) is ours:  # else somebody has put another in front, which calls ours
+            setattr(kind, _INTERFACE, original)
 
 
 def _handing_out(original: Any) -> Any:
@@ -312,14 +320,17 @@ def _attend_by_interface(
                 f"The pattern cannot be computed beside {implementation}, whose mask is of another form. Make the "
                 "model with attn_implementation='sdpa' or 'eager'."
             )
+        if kwargs.get("s_aux") is not None:
+            raise UnhookableError("This model has attention sinks, for which there is no pattern; q, k, v and z work.")
         return _pattern(
             query,
             key,
             kwargs.get("scaling", args[1] if len(args) > 1 else None),
             mask,
-            is_causal=mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
-            if is_causal is None
-            else is_causal,
+            is_causal=implementation != "eager"
+            and mask is None
+            and query.shape[2] > 1
+            and (getattr(module, "is_causal", True) if is_causal is None else is_causal),
             bias=kwargs.get("position_bias"),
             softcap=kwargs.get("softcap"),
         )
@@ -354,7 +365,9 @@ def _pattern(
     elif is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    # A token that may look at nothing, as padding on the left, looks at nothing: no NaN.
+    sees_nothing = scores.isneginf().all(-1, keepdim=True)
+    return scores.softmax(-1, dtype=torch.float32).masked_fill(sees_nothing, 0).to(query.dtype)
 
 
 def _repeated(grouped: Tensor, query: Tensor) -> Tensor:

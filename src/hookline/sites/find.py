@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hookline.errors import HooksLeftError
 from hookline.messages import counted
 from hookline.sites import _torch
+from hookline.sites.attention import hooked_parts
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
@@ -156,8 +157,9 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
             continue
         seen.add(id(module))
         drop_inert(module)
-        hooks = _hooks_on(module) if foreign else _own_hooks(module)
-        left += [f"{name or THE_MODEL}: {text}" for text in hooks]
+        for part, place in {"": module, **hooked_parts(module)}.items():
+            hooks = _hooks_on(place) if foreign else _own_hooks(place)
+            left += [f"{name or THE_MODEL}{part and f':{part}'}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
         are = f"{counted(len(left), 'hook')} {'is' if len(left) == 1 else 'are'}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
-from hookline.sites.attention import AttentionPart
+from hookline.sites.attention import PARTS, AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
@@ -77,10 +77,14 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
 def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Place]:
     """Yield the places inside of attention that are asked for by their roles: no module of the model is there."""
     for item in items:
+        named: list[Named] = []
         if isinstance(item, str) and item.startswith(ROLE):
-            for name, module in modules_in_role(model, item):
-                if isinstance(module, AttentionPart):
-                    yield name, module, None, (module, name, None, None)
+            named = modules_in_role(model, item)
+        elif isinstance(item, str) and item.rpartition(":")[2] in PARTS:  # as it is called in a cache: attn:q
+            named = [each for each in modules_in_role(model, f"{ROLE}{item.rpartition(':')[2]}") if each[0] == item]
+        for name, module in named:
+            if isinstance(module, AttentionPart):
+                yield name, module, None, (module, name, None, None)
 
 
 def _by_name(model: nn.Module, target: Target) -> Named | None:

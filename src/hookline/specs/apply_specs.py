@@ -22,6 +22,7 @@ from hookline.messages import type_name
 from hookline.plain import own_copy
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
+from hookline.sites.attention import AttentionPart
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet, HookHandle
@@ -228,8 +229,10 @@ def _matches(model: nn.Module, pattern: str, finder: _Finder) -> bool:
 
 def _modules(model: nn.Module, patterns: list[str], exclude: list[str]) -> SpecSites:
     """Return the modules that match, each under its first name."""
-    ids = {id(module) for _, module in select(model, patterns, exclude=exclude)}
+    found = select(model, patterns, exclude=exclude)
+    ids = {id(module) for _, module in found}
     chosen = [named for named in clean_modules(model) if id(named[1]) in ids]
+    chosen += [named for named in found if isinstance(named[1], AttentionPart)]
     return SpecSites(
         [name for name, _ in chosen],
         lambda attachment: attach_to_modules(attachment, model, without_scripted(chosen, patterns)),

@@ -131,6 +131,6 @@ def _write(given: Any, new: Any) -> None:
         not isinstance(b, Tensor) or a.shape != b.shape for a, b in zip(old, edited, strict=True)
     ):
         raise OptionError("A hook on a tapped module returns an output of the same form and shapes, and this does not.")
-    for place, value in zip(old, edited, strict=True):
-        if value is not place:
-            place.copy_(value)
+    kept = [value.clone() if any(value is place for place in old) else value for value in edited]
+    for place, value in zip(old, kept, strict=True):
+        place.copy_(value)

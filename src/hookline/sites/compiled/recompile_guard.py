@@ -28,6 +28,8 @@ _FORWARD: Final = "forward"
 _STATE: Final = "__getstate__"
 _REPLICATE: Final = "_replicate_for_data_parallel"
 _BOUND: Final = (_FORWARD, _STATE, _REPLICATE)
+OWN_FORWARD: Final = "_hookline_own_forward"
+"""The attribute with the ``forward`` that somebody else had given a module before it got one of ours in its place."""
 _STANDS_FOR: Final = "hookline_stands_for"
 
 
@@ -88,7 +90,10 @@ def _replica(module: nn.Module) -> nn.Module:
 
 
 def _unbound(state: Any) -> Any:
-    return {key: state[key] for key in state if key not in _BOUND} if isinstance(state, dict) else state
+    if not isinstance(state, dict):
+        return state
+    kept = {key: state[key] for key in state if key not in (*_BOUND, OWN_FORWARD)}
+    return kept if state.get(OWN_FORWARD) is None else {**kept, _FORWARD: state[OWN_FORWARD]}
 
 
 def is_forward_replaced(module: nn.Module) -> bool:

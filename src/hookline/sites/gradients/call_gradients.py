@@ -217,6 +217,7 @@ class GradientCall(BackwardCall):
 
     def leave(self, output: Any, state: CallState) -> Any:
         """Watch the outputs; return the output to go on with."""
+        tree.swap_back(state.swapped)  # into the caller's containers
         if isinstance(output, Tensor) and self._leave_one(output, state):
             return output
         return self._leave_any(output, state)
@@ -242,7 +243,6 @@ class GradientCall(BackwardCall):
         return True
 
     def _leave_any(self, output: Any, state: CallState) -> Any:
-        tree.swap_back(state.swapped)
         args, kwargs = as_arguments(output)
         found = tensors(args, kwargs)
         members = distinct(found)

@@ -706,7 +706,8 @@ class ModuleHooks(GradientHooks):
         is_hooked = bool(counts or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
         if isinstance(module, AttentionPart):
-            module.set_hooked(hooked=is_hooked, gradients=self.has_gradients)
+            edits = any(each.attachment.may_edit or each.attachment.in_place for each in _split(post)[0])
+            module.set_hooked(hooked=is_hooked, in_path=edits or self.has_gradients)
 
     def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
         """Wrap the whole call while there are hooks that run however it ends, or something around it."""
