@@ -7,8 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hookline.guard.rng import RandomStates, kept_rng
+import hookline as hl
+from hookline.guard import rng
+from hookline.guard.rng import RandomStates, hook_stream, kept_rng, set_hook_stream
 
 
 def _draw_all(generators=()) -> list[float]:
@@ -32,10 +35,20 @@ def _seed() -> None:
     random.seed(0)
 
 
+@pytest.fixture
+def by_verbs(monkeypatch):
+    """As where the memory of the streams is not found."""
+    monkeypatch.setattr(rng, "_PYTHON_STREAM", None)
+    monkeypatch.setattr(rng, "_STORED_NORMAL", None)
+
+
 @pytest.mark.parametrize("normals", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", ["kept", "states"])
-def test_all_streams_go_on_as_if_nothing_had_been_drawn(normals, way):
+@pytest.mark.parametrize("memory", [True, False])
+def test_all_streams_go_on_as_if_nothing_had_been_drawn(normals, way, memory, request):
     """Also where NumPy and Python have the second normal number of a pair in store."""
+    if not memory:
+        request.getfixturevalue("by_verbs")
     expected = []
     for drawing in (False, True):
         _seed()
@@ -68,6 +81,15 @@ def test_blocks_in_blocks_keep_each_others_streams():
         assert all(np.array_equal(a, b) for a, b in zip(state, again, strict=True))
 
 
+def test_draws_in_one_block_differ_from_those_in_the_next():
+    """NumPy's stream of ours goes on, so that a hook that shuffles shuffles anew each time."""
+    drawn = []
+    for _ in range(3):
+        with kept_rng():
+            drawn.append(np.random.rand())
+    assert len(set(drawn)) == 3
+
+
 def test_seeding_and_exceptions_inside_the_block_do_no_harm():
     """Seeds set there are not set outside."""
     _seed()
@@ -86,8 +108,11 @@ def test_seeding_and_exceptions_inside_the_block_do_no_harm():
     assert _draw_all() == expected
 
 
-def test_another_bit_generator_of_numpy_is_put_back():
+@pytest.mark.parametrize("memory", [True, False])
+def test_another_bit_generator_of_numpy_is_put_back(memory, request):
     """Whoever has exchanged it: the user before, or the block."""
+    if not memory:
+        request.getfixturevalue("by_verbs")
     own = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
@@ -113,3 +138,57 @@ def test_what_has_moved_is_named():
     np.random.rand()
     generators[1].random()
     assert states.changed() == ["random stream of NumPy", "generator 1 (Generator)"]
+
+
+def test_hooks_of_equal_runs_in_one_process_draw_the_same():
+    """The stream that NumPy is lent begins anew with each run, also for blocks inside blocks; not within one."""
+
+    class Draws(hl.TrainingHook):
+        name = "draws"
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def compute(self, ctx):
+            with kept_rng():
+                inner = np.random.rand()
+            return {"outer": np.random.rand(), "inner": inner}
+
+    def drawn() -> dict[str, list[float]]:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model, sink = nn.Linear(2, 1), hl.sinks.MemorySink()
+        experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(4, 2)] * 3)
+        experiment.loss_fn = lambda model, batch: model(batch).mean()
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Draws()], sinks=[sink]))
+        return {name: list(sink.latest[name]) for name in ("draws/outer", "draws/inner")}
+
+    first = drawn()
+    assert drawn() == first
+    assert len({value for values in first.values() for value in values}) == 6
+
+
+def test_the_stream_that_hooks_draw_from_can_be_put_back():
+    """For checkpoints."""
+    with kept_rng():
+        np.random.rand()
+    state = hook_stream()
+    with kept_rng():
+        first = np.random.rand()
+    set_hook_stream(state)
+    with kept_rng():
+        assert np.random.rand() == first
+
+
+def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():
+    """The first ends in the middle of the second, which then drew from the run's stream, and left its own behind."""
+    np.random.seed(3)
+    expected = np.random.rand(2).tolist()
+    np.random.seed(3)
+    stream = np.random.get_bit_generator()
+    first, second = kept_rng(), kept_rng()
+    first.__enter__()
+    second.__enter__()  # a thread of its own would do the same: NumPy has one stream for all
+    first.__exit__(None, None, None)
+    np.random.rand()
+    second.__exit__(None, None, None)
+    assert np.random.get_bit_generator() is stream
+    assert np.random.rand(2).tolist() == expected

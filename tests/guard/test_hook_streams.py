@@ -107,6 +107,15 @@ def test_numpys_seed_alone_is_enough():
     assert drawn[0] != drawn[1]
 
 
+def test_two_interventions_of_one_firing_draw_different_numbers_from_numpy():
+    """The stream goes on from one to the next; none starts where the other did."""
+    one, other = _Bootstraps(), _Bootstraps()
+    other.name = "others"
+    _train(_full_batch(0), one, other)
+    seen = [draws[0] for hook in (one, other) for draws in hook.drawn]
+    assert len(set(seen)) == len(seen) == 8
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_run_does_not_notice_what_hooks_draw(dropout):
     """Weights after 24 steps, and every stream at the end, with hooks that draw and without."""

@@ -730,7 +730,8 @@ class Snapshot:
             for part in self._parts:
                 part.restore_versions(advance=not versions)
         if self._random is not None:
-            changes += [StateChange("random", name) for name in self._random.restore()]
+            changes += [StateChange("random", name) for name in self._random.changed()]
+            self._random.restore(own=False)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         return changes, lost
 

@@ -228,7 +228,7 @@ class HookManager(PlanQueries):
         try:
             with _NOT_TRAINING:  # a forward that a hook makes is not training, so trackers do not count it
                 if self.hooks.offloads or not (hooks.is_pure if due is hooks.hooks else is_pure(due)):
-                    streams = hook_rng(generators_of_loader(ctx.loader))
+                    streams = hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
                     with self.hooks.on_device(map(_HOOK_OF, due)), streams:
                         self._observe(firing, observers, model_ctx, is_before=bool(interventions))
                         if interventions:

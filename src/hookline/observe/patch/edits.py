@@ -68,8 +68,9 @@ class Edit:
     """Its name in reports and errors."""
     change: Callable[..., Tensor]
     """Returns what a part becomes: ``change(edit, part, whole activation, site, *given)``."""
-    given: tuple[Any, ...]
-    """What the user gave. Not in a closure: of numbers there, the compiler would make a graph for each."""
+    given: Sequence[Any]
+    """What the user gave, in a list: in a closure, or in a tuple of numbers, the compiler would make a graph for each
+    number."""
     index: EditIndex | None = None
     """The part of the activation that it changes; None for all of it."""
     options: str = ""
@@ -82,6 +83,9 @@ class Edit:
     """Tells where the index cannot mean tokens; None if it names no axis after the first."""
     by_head: bool = False
     """Whether the index names heads of attention, which only places inside of it have."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "given", list(self.given))
 
     def __repr__(self) -> str:
         options = [self.options, "" if self.index is None else f"index={self.index}"]
