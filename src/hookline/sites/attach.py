@@ -119,7 +119,8 @@ def attach(
     if not isinstance(model, nn.Module):
         check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    place = with_role(place, role, layer=layer)
+    if role is not None or layer is not None:
+        place = with_role(place, role, layer=layer)
     kind = on if on is Kind.FORWARD else Kind.parse(on)
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
