@@ -159,7 +159,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
     for entry in silent:
         cause = likely_cause(entry, attachment) if attachment.site_type is MODULE else entry.container.why_silent(entry)
         causes[cause].append(entry.name)
-    reasons = "; ".join(f"{listed(names)}: {cause}" for cause, names in causes.items())
+    reasons = "; ".join(f"{listed(names)}: {cause}" for cause, names in list(causes.items())[:4])
     model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
     among = len(attachment.entries)
     where = f" on {len(silent)} of {among} {attachment.site_type.noun}s" if among > 1 else ""
