@@ -193,11 +193,8 @@ def _forward_with_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     parts = getattr(module, _PARTS, None)
     if parts is None:
         return _own_forward(module, args, kwargs)
-    before = parts.calls
     with _Attending(parts):
-        output = _own_forward(module, args, kwargs)
-    _check_reached(parts, before, module)
-    return output
+        return _forward(module, *args, **kwargs)
 
 
 def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
