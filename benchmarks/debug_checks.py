@@ -1,4 +1,4 @@
-"""Rows about the checks of `hookline.debug` that are always on: the check of modules, the flight recorder, a trigger.
+"""Rows about the checks of `hookline.debug` that are always on: the check of modules, the flight recorder.
 
 Takes the transformer of ``watching``, hands `Row`s to ``rows``. A sample is as many steps as one snapshot serves, so
 that the copy of the run which the check keeps is in it.
@@ -16,7 +16,7 @@ from models import SMALL
 from subject import Setting
 from watching import FOUR, Training
 
-from hookline.debug import FlightRecorder, find_bad_operations, on_trigger
+from hookline.debug import FlightRecorder, find_bad_operations
 
 __all__ = ["debug_checks"]
 
@@ -32,7 +32,6 @@ def debug_checks(setting: Setting) -> Iterator[Row]:
     hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "module check": run.checked,
         "flight recorder": run.recorded,
-        "trigger, idle": run.triggered,
         "bare": nullcontext,
         "bare again": nullcontext,
     }
@@ -42,14 +41,13 @@ def debug_checks(setting: Setting) -> Iterator[Row]:
         "module check": ("`find_bad_operations` on all modules, forward and gradient, with its copy of the run every "
                          f"{STEPS} steps", 1.15 if on_gpu else 1.10),
         "flight recorder": ("`FlightRecorder` of the blocks, batch and random streams of every step", 1.02),
-        "trigger, idle": ("`on_trigger` that has nothing to do", 1.02),
     }  # fmt: skip
     for name, (words, at_most) in rows.items():
         yield Row(
             f"{name}, training step",
             words,
             "the same step without hooks",
-            f"{shape}, AdamW",
+            training.words,
             spread(ratios(samples, name, "bare")),
             spread(ratios(samples, "bare again", "bare")),
             f"{typical(samples, name) * 1e3:.1f} / {typical(samples, 'bare') * 1e3:.1f} ms",
@@ -85,20 +83,6 @@ class _Steps:
             with recorder.recording(training.model, training.optimizer):
                 yield from self._by(training.step)
         assert recorder.written == []
-
-    @contextmanager
-    def triggered(self) -> Iterator[None]:
-        """With a trigger that looks at the loss."""
-        training = self._training
-        trigger = on_trigger("loss_spike", do=lambda model: None)
-        trigger.start(training.model)
-
-        def step() -> None:
-            training.step()
-            trigger.step(1.0)
-
-        yield from self._by(step)
-        trigger.finish()
 
     def _by(self, step: Callable[[], object]) -> Iterator[None]:
         before, self._step = self._step, step

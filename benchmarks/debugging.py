@@ -63,12 +63,11 @@ def _hooked(training: Training, folder: Path) -> _Hooked:
 
 
 def _row(samples: Samples, training: Training, name: str, words: str, at_most: float | None = None) -> Row:
-    shape = SMALL if training.tokens.device.type == "cuda" else FOUR
     return Row(
         f"debug: {name}, training step",
         words,
         "the same step without hooks",
-        f"{shape}, AdamW",
+        training.words,
         spread(ratios(samples, name, "bare")),
         spread(ratios(samples, "bare again", "bare")),
         f"{typical(samples, name) * 1e3:.1f} / {typical(samples, 'bare') * 1e3:.1f} ms",
