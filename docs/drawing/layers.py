@@ -137,18 +137,3 @@ def _mean_of(run: Run, prefix: str, suffix: str = "") -> tuple[list[int], list[f
     """The mean over several metrics, which have come at the same times."""
     series = [run[name] for name in run.names(prefix, suffix)]
     return series[0][0], [sum(values) / len(values) for values in zip(*(one[1] for one in series), strict=True)]
-
-
-def draw_gradient_noise_scale() -> Any:
-    figure, axis = panels(1, below="step")
-    for size, colour in ((8, BLUE), (32, ORANGE), (128, GREEN)):
-        run = runs.noisy(size)
-        line(axis, run, "gradient_noise_scale/noise_scale", f"batches of {size}", colour, marker="o", markersize=3)
-        axis.axhline(size, color=colour, linewidth=0.9, linestyle="--")
-    logarithmic(axis)
-    axis.set_ylabel("noise_scale, samples")
-    axis.annotate(
-        "dashed: the batch sizes", (0.99, 9), xycoords=("axes fraction", "data"), ha="right", color=GREY, fontsize=8
-    )
-    axis.legend(loc="upper left")
-    return figure

@@ -17,7 +17,7 @@ import hookline as hl
 from hookline.analyses import _values
 
 POST_STEP, POST_EPOCH = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH
-STEP_LEVEL = ["training_metrics", "batch_dynamics", "path_length", "training_diagnostics", "gradient_noise_scale"]
+STEP_LEVEL = ["training_metrics", "batch_dynamics", "path_length", "training_diagnostics"]
 
 
 # -- no step waits -------------------------------------------------------------------------------------------

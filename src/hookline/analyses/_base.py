@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from hookline.analyses._values import FiringValues, GradientWindow, StepNumbers, dense_float, parameters_of, values_of
 from hookline.errors import Hint, HooklineWarning, OptionError
-from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
@@ -29,7 +28,7 @@ from hookline.when import HookPoint, StepSchedule
 
 __all__ = [
     "Analysis", "BuiltInHook", "ChangeAnalysis", "CountingAnalysis", "Intervention", "ReferenceHook",
-    "ReferenceIntervention", "StepAnalysis", "by_parameter", "loss_on_batch", "mean_of", "same_random_numbers",
+    "ReferenceIntervention", "StepAnalysis", "by_parameter", "mean_of", "same_random_numbers",
 ]  # fmt: skip
 
 _WITH_STATE: Final = (GradientWindow, StepNumbers)
@@ -293,12 +292,6 @@ def mean_of(values: list[float]) -> float:
 def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the ``metrics`` of each parameter, as ``"metric/parameter"``."""
     return {f"{metric}/{name}": value for name in names for metric, value in metrics(name).items()}
-
-
-def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
-    """Return the loss on the batch of ``step`` in the mode that the model trains in, with the same random numbers."""
-    with same_random_numbers(step):
-        return model_ctx.batch_loss().float().reshape(())
 
 
 @contextmanager

@@ -1,39 +1,32 @@
-"""Measure the loss around the weights: ``hessian``, ``hessian_spectrum``, ``loss_landscape``, ``paired_step``.
+"""``hessian``: measure the curvature along the last step, and what that step did to the gradient of this one.
 
-All are interventions: they try other weights on the batch of a step, and the guard undoes that.
+An intervention: it goes back to the weights before the last step, and the guard undoes that.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.analyses._base import (
-    Intervention,
     ReferenceIntervention,
     by_parameter,
-    loss_on_batch,
     same_random_numbers,
 )
 from hookline.analyses._values import (
-    GIB,
     cosine,
     flat_vector,
-    flat_vector_or_none,
     norm,
-    parameters_of,
     ratio,
     weight_names,
 )
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import LoopPoints
@@ -316,275 +309,3 @@ def _put_back(model: nn.Module, before: _Before) -> bool:
         for tensor, copy in zip(now, before.tensors, strict=True):
             tensor.copy_(copy)
     return True
-
-
-_Product = Callable[[Tensor], Tensor]
-
-
-class HessianSpectrumHook(Intervention):
-    """Measure extreme eigenvalues and trace of the loss's Hessian on the batch of the step, at the weights after it.
-
-    Recipe: ``hookline.HookManager(["hessian_spectrum"], sinks=[...])``.
-
-    Over all parameters that are trained, biases too. Each firing takes ``iterations + probes`` products of Hessian and
-    vector, each about two backward passes, and holds ``iterations`` + 1 copies of the parameters. Dropout is the same
-    in all of them, so that there is one Hessian; random vectors are its own.
-
-    Args:
-        every_n_steps: How many steps from one look to the next; the first is at that step.
-        iterations: Steps of Lanczos. More make ``top_eigenvalue`` right where eigenvalues lie close together;
-            ``top_eigenvalue_error`` tells how far it may be off.
-        top: How many of the largest eigenvalues to tell.
-        probes: Random vectors for the trace; 0 leaves it out.
-        max_gib: The most memory that the copies may take; over it, the hook says so and stays silent.
-    """
-
-    name = "hessian_spectrum"
-    description = "largest and smallest curvatures of the loss, and their sum"
-    requires = frozenset({"loss_fn"})
-    # With λ the eigenvalues of the Hessian H, descending.
-    metrics = (
-        ("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),
-        ("top_eigenvalue_error", "how far it may be off", "‖H·v − λ₁·v‖", "small against λ₁: right"),
-        ("eigenvalue_{number}", "the largest ones in turn", "λ₁, λ₂, …"),
-        ("smallest_eigenvalue", "the most negative curvature", "λ_min", "below 0: a saddle"),
-        ("lr_times_sharpness", "whether plain gradient descent is stable", "η·λ₁", "over 2: it is not"),
-        ("trace", "sum of all curvatures", "mean of z·H·z, z of random signs"),
-        ("trace_error", "standard error of that", "std/√probes", "small against the trace: right"),
-    )
-
-    def __init__(
-        self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4, max_gib: float = 8.0
-    ) -> None:
-        self.set_schedule(every_n_steps)
-        self.iterations = self.whole_number("iterations", iterations, 2)
-        self.top = self.whole_number("top", top, 1)
-        self.probes = self.whole_number("probes", probes, 0)
-        self.max_gib = max_gib
-
-    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Multiply the Hessian with vectors, and return its eigenvalues and trace."""
-        trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
-        if self.off or not trained or not self._check_memory(sum(p.numel() for p in trained.values())):
-            return None
-        like = flat_vector(trained.values())
-        step = self.step_of(run_ctx)
-
-        def product(vector: Tensor) -> Tensor:
-            parts = torch.split(vector, [p.numel() for p in trained.values()])
-            named = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
-            with same_random_numbers(step):
-                found = model_ctx.hvp(named)
-            return flat_vector(found[name] for name in trained)
-
-        draw = torch.Generator().manual_seed(step)
-        values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
-        metrics = self._spectrum_metrics(values, error, run_ctx.lr)
-        return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
-
-    def _check_memory(self, count: int) -> bool:
-        """Return True if the vectors of Lanczos, of ``count`` numbers each, are within the limit; else turn off."""
-        gib = min(self.iterations + 1, count) * count * torch.float32.itemsize / GIB
-        if gib > self.max_gib:
-            self.turn_off(
-                f"would keep {self.iterations + 1} copies of the parameters in {gib:.1f} GiB, and max_gib="
-                f"{self.max_gib:g} (give it fewer iterations=, or a larger max_gib=)"
-            )
-        return not self.off
-
-    def _spectrum_metrics(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
-        found = {f"eigenvalue_{number}": float(value) for number, value in enumerate(values[: self.top], start=1)}
-        found |= {"top_eigenvalue": float(values[0]), "top_eigenvalue_error": error}
-        found["smallest_eigenvalue"] = float(values[-1])
-        return found if rate is None else {**found, "lr_times_sharpness": rate * float(values[0])}
-
-
-def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=draw, dtype=like.dtype).to(like.device)
-
-
-def _lanczos(product: _Product, start: Tensor, count: int) -> tuple[NDArray[Any], float]:
-    """Return eigenvalues of the Hessian in the space of the first products, descending; and the largest's error."""
-    basis = [start / norm(start)]
-    diagonal: list[float] = []
-    beside: list[float] = []
-    for _ in range(count):
-        vector = product(basis[-1])
-        diagonal.append(float(torch.dot(vector, basis[-1])))
-        for _twice in range(2):  # against all before: rounding would bring back eigenvalues that were found
-            for before in basis:
-                vector = vector - torch.dot(vector, before) * before
-        beside.append(float(norm(vector)))
-        if not beside[-1] > 1e-6 * max(map(abs, diagonal)):
-            break  # the space is closed (or not a number): there is nothing more to find
-        basis.append(vector / norm(vector))
-    if not np.isfinite([*diagonal, *beside]).all():
-        return np.full(len(diagonal), np.nan), float("nan")
-    size = len(diagonal)
-    matrix = np.diag(diagonal) + np.diag(beside[: size - 1], 1) + np.diag(beside[: size - 1], -1)
-    values, vectors = np.linalg.eigh(matrix)
-    return values[::-1], abs(beside[-1] * float(vectors[-1, -1]))
-
-
-def _trace(product: _Product, like: Tensor, draw: torch.Generator, probes: int) -> dict[str, float]:
-    found = []
-    for _ in range(probes):
-        signs = torch.randint(2, like.shape, generator=draw).to(like.device, like.dtype) * 2 - 1
-        found.append(float(torch.dot(signs, product(signs))))
-    error = {"trace_error": float(np.std(found, ddof=1)) / probes**0.5} if probes > 1 else {}
-    return {"trace": float(np.mean(found)), **error}
-
-
-# -- other weights ----------------------------------------------------------------------------------------------------
-
-
-class LossLandscapeHook(Intervention):
-    """Measure the loss on the batch of the step, at weights along a line through those after it.
-
-    Recipe: ``hookline.HookManager(["loss_landscape"], hook_config={"loss_landscape": {"radius": 0.05}}, sinks=[...])``.
-
-    The line goes ``radius`` times the length of all trained parameters to either side. Dropout is the same at each
-    point. A firing costs ``points`` forwards, and a backward for the gradient.
-
-    Args:
-        every_n_steps: How many steps from one look to the next; the first is at that step.
-        points: How many points on the line, an odd number, so that one is where the weights are.
-        radius: How far it goes, as a share of the length of the parameters.
-        direction: ``"gradient"``, of which the positive side is downhill; or ``"random"``, of as many parts as there
-            are parameters, each as long as its parameter.
-    """
-
-    name = "loss_landscape"
-    description = "the loss along a line through the weights"
-    requires = frozenset({"loss_fn"})
-    # With a from −radius to radius, and ‖θ‖·d the direction.
-    metrics = (
-        ("losses", "along the line, from one end to the other", "L(θ + a·‖θ‖·d)"),
-        ("loss", "in the middle, where the weights are", "L(θ)"),
-        ("lowest", "the smallest on the line", "min L"),
-        ("lowest_at", "where that is", "a of min L", "0: here; radius: still falling at the end"),
-        ("curvature", "how the line bends at the weights", "(L(h) − 2·L(0) + L(−h))/h²", ">0: a valley"),
-    )
-
-    def __init__(
-        self, every_n_steps: int = 500, points: int = 11, radius: float = 0.1, direction: str = "gradient"
-    ) -> None:
-        self.set_schedule(every_n_steps)
-        self.points = self.whole_number("points", points, 3)
-        if points % 2 == 0:
-            raise OptionError(f"points= of hook 'loss_landscape' is an odd number, got {points}; take {points + 1}.")
-        self.radius = self.number("radius", radius)
-        self.direction = self.one_of("direction", direction, ("gradient", "random"))
-
-    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Measure the loss at each point of the line."""
-        step = self.step_of(run_ctx)
-        trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
-        line = self._line(step, model_ctx, trained)
-        if line is None:
-            return None
-        here = {name: p.detach().clone() for name, p in trained.items()}
-        places = np.linspace(-self.radius, self.radius, self.points)
-        found = []
-        for place in places:
-            with torch.no_grad():
-                for name, parameter in trained.items():
-                    parameter.copy_(here[name] + float(place) * line[name])
-            found.append(loss_on_batch(model_ctx, step))
-        losses, middle = torch.stack(found).tolist(), self.points // 2
-        width = self.radius / middle
-        lowest = int(np.nanargmin(losses)) if not np.isnan(losses).all() else middle
-        return {
-            "losses": losses,
-            "loss": losses[middle],
-            "lowest": losses[lowest],
-            "lowest_at": float(places[lowest]) if lowest != middle else 0.0,
-            "curvature": (losses[middle + 1] - 2 * losses[middle] + losses[middle - 1]) / width**2,
-        }
-
-    def _line(self, step: int, model_ctx: ModelDataContext, trained: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return the direction by parameter, as long as all of them together; None if there is none."""
-        length = flat_vector_or_none(trained.values())
-        if length is None:
-            return None
-        if self.direction == "random":
-            draw = torch.Generator().manual_seed(step)
-            drawn = {n: torch.randn(p.shape, generator=draw).to(p.device, p.dtype) for n, p in trained.items()}
-            return {name: each * _fit(trained[name], each) for name, each in drawn.items()}
-        gradients = model_ctx.gradients
-        whole = flat_vector_or_none(gradients[name] for name in trained if name in gradients)
-        if whole is None or float(norm(whole)) == 0.0:
-            return None
-        scale = norm(length) / norm(whole)
-        return {
-            name: -gradients[name] * scale.to(p.device, p.dtype) if name in gradients else torch.zeros_like(p)
-            for name, p in trained.items()
-        }
-
-
-def _fit(parameter: Tensor, direction: Tensor) -> Tensor:
-    """Return the factor that makes a direction as long as its parameter."""
-    return ratio(norm(parameter.detach().flatten()), norm(direction.flatten()))
-
-
-class PairedStepHook(Intervention):
-    """Make the next step on the batch of this one twice, with the same random numbers, and compare.
-
-    Recipe: ``hookline.HookManager(["paired_step"], hook_config={"paired_step": {"lr_factor": 0.5}}, sinks=[...])``.
-
-    Both begin at the weights after the step and the state of the optimizer then; everything is put back. A firing
-    costs two steps, three forwards and a snapshot.
-
-    Args:
-        every_n_steps: How many steps from one look to the next; the first is at that step.
-        lr_factor: What the learning rates are multiplied by in the changed step.
-    """
-
-    name = "paired_step"
-    description = "one step with and without a change, from the same state"
-    requires = frozenset({"loss_fn"})
-    # With p the plain step, c the changed one; losses are of the same batch.
-    metrics = (
-        ("loss_before", "before either", "L(θ)"),
-        ("loss_plain", "after the step as it would be", "L(θ + p)"),
-        ("loss_changed", "after the changed one", "L(θ + c)"),
-        ("loss_difference", "what the change does", "L(θ + c) − L(θ + p)", "below 0: it helps"),
-        ("step_length_ratio", "the changed step over the plain one", "‖c‖/‖p‖"),
-        ("step_cosine", "whether they go the same way", "cos(c, p)", "1: the same way"),
-    )
-
-    def __init__(self, every_n_steps: int = 500, lr_factor: float = 2.0) -> None:
-        self.set_schedule(every_n_steps)
-        self.lr_factor = self.number("lr_factor", lr_factor, allow_zero=True)
-
-    def change(self, model_ctx: ModelDataContext) -> None:
-        """Change the second step: scale the learning rates, unless defined otherwise. It is undone."""
-        model_ctx.scale_learning_rates(self.lr_factor)
-
-    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Make the plain step, go back, make the changed step, and compare."""
-        step = self.step_of(run_ctx)
-        start = flat_vector_or_none(parameters_of(model_ctx.model).values())
-        if start is None or not model_ctx.param_groups:
-            return None
-        before = loss_on_batch(model_ctx, step)
-        token = model_ctx.save_checkpoint()
-        plain, plain_loss = self._stepped(step, model_ctx, start)
-        model_ctx.restore_checkpoint(token)
-        model_ctx.discard_checkpoint(token)
-        self.change(model_ctx)
-        changed, changed_loss = self._stepped(step, model_ctx, start)
-        return {
-            "loss_before": before,
-            "loss_plain": plain_loss,
-            "loss_changed": changed_loss,
-            "loss_difference": changed_loss - plain_loss,
-            "step_length_ratio": ratio(norm(changed), norm(plain)),
-            "step_cosine": cosine(changed, plain),
-        }
-
-    def _stepped(self, step: int, model_ctx: ModelDataContext, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Make one step; return the move of the weights, and the loss after it."""
-        with same_random_numbers(step):
-            model_ctx.run_training_epoch([model_ctx.current_batch()], step=True)
-        return flat_vector(parameters_of(model_ctx.model).values()) - start, loss_on_batch(model_ctx, step)
