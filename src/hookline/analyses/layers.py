@@ -33,7 +33,7 @@ from hookline.observe.host_values import countable, fetch, on_host
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.watch import Watch, watch
-from hookline.phases import During, validate_phases
+from hookline.phases import During
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.site_info import Site
@@ -41,8 +41,6 @@ from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules, walk
 from hookline.when import ReportedSteps, StepSchedule
 
-_TRAINING: Final = validate_phases("train")
-"""Forwards of evaluations and of other hooks do not count."""
 _NEXT_TO_NONE: Final = 1e-6
 """Sums over all layers count a gradient as none below this share of the mean. The bound of a tracker itself, 1e-8, is
 absolute: a trained model has gradients below it everywhere."""
@@ -84,7 +82,7 @@ class TrackedAnalysis(CountingAnalysis):
 
     def new_feeder(self, component: str) -> TrackerFeeder:
         """Return the hook that feeds the tracker from the layer ``component``."""
-        return self.feeder(self.tracker, component, _TRAINING)
+        return self.feeder(self.tracker, component)
 
     def start(self, model: nn.Module) -> None:
         """Attach the feeders to the layers."""
@@ -248,7 +246,7 @@ class ReLUGradientFlowHook(_ReLUAnalysis):
 
     def new_feeder(self, component: str) -> GradientFeeder:
         """Return a hook on the gradient of a layer's input."""
-        return GradientFeeder(self.tracker, component, _TRAINING, of_input=True)
+        return GradientFeeder(self.tracker, component, of_input=True)
 
     def report(self) -> Mapping[str, Any] | None:
         """Return what was counted, without the counts by the relative bound, which are in the sums."""
@@ -442,7 +440,7 @@ class FisherInformationHook(TrackedAnalysis):
 
     def new_feeder(self, component: str) -> ParameterFeeder:
         """Return a hook on the parameters of a layer."""
-        return ParameterFeeder(self.tracker, component, _TRAINING, self._names[component])
+        return ParameterFeeder(self.tracker, component, self._names[component])
 
     def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         layers = super()._layers(model)
