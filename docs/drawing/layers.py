@@ -91,22 +91,6 @@ def draw_saturated_activations() -> Any:
     return figure
 
 
-def draw_moe_routing() -> Any:
-    figure, (left, middle, right) = panels(3, "dead_experts, of 8", "load_entropy", "share of each expert, at the end")
-    for place, (weight, colour) in enumerate(((0.0, RED), (0.01, ORANGE), (0.1, BLUE))):
-        run = runs.experts(weight)
-        line(left, run, "moe_routing/dead_experts", f"balance loss {weight:g}", colour)
-        line(middle, run, "moe_routing/load_entropy", f"{weight:g}", colour)
-        shares = sorted((run.at_end(name) for name in run.names("moe_routing/gate/load/")), reverse=True)
-        right.bar([each + 0.27 * (place - 1) for each in range(1, 9)], shares, width=0.25, color=colour)
-    left.set_ylim(-0.2, 8)
-    middle.set_ylim(0, 1.02)
-    mark(right, 1 / 8, "even")
-    right.set_xlabel("experts, sorted")
-    legend_above(figure, left)
-    return figure
-
-
 FISHER: Final = {
     "position": "model/model.position",
     "decoder": "decoder/decoder.weight",

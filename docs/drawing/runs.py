@@ -179,47 +179,6 @@ def tanhs(lr: float) -> Run:
     return plain(layers(nn.Tanh, 3), ["saturated_activations"], lr=lr, epochs=20, config=config)
 
 
-class Experts(nn.Module):
-    """Eight small nets, of which a router chooses one for each sample, between two layers."""
-
-    def __init__(self, count: int = 8, width: int = 64) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, width)
-        self.gate = nn.Linear(width, count)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count)
-        )
-        self.outer = nn.Linear(width, 10)
-        self.balance: Tensor | None = None
-        """How uneven the last batch was: 1 if every expert had its share."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.inner(images).relu()
-        weights = self.gate(x).softmax(-1)
-        best, chosen = weights.max(-1)
-        share = F.one_hot(chosen, len(self.experts)).float()
-        self.balance = len(self.experts) * (share.mean(0) * weights.mean(0)).sum()
-        every = torch.stack([expert(x) for expert in self.experts], 1)
-        picked = every[torch.arange(len(x)), chosen]
-        return self.outer(x + best[:, None] * picked)
-
-
-@cache
-def experts(weight: float) -> Run:
-    """A mixture of experts with a loss that asks, by `weight`, for an even load."""
-    torch.manual_seed(SEED)
-    model = Experts()
-    loader = DataLoader(TensorDataset(*images()), batch_size=64, shuffle=True, drop_last=True)
-
-    def loss(net: Any, batch: Any) -> Tensor:
-        value = F.cross_entropy(net(batch[0]), batch[1])
-        return value + weight * net.balance
-
-    experiment = hl.Experiment(model, torch.optim.Adam(model.parameters(), lr=3e-3), loader, loss)
-    config = {"moe_routing": {"targets": "gate", "top_k": 1}}
-    return train(experiment, ["training_metrics", "moe_routing"], config, epochs=20, snapshot_every=0)
-
-
 @cache
 def full_batch(lr: float, every: int = 20, steps: int = 500) -> Run:
     """Gradient descent on 256 images at once, on squared errors: the setting in which sharpness rises to 2/lr."""

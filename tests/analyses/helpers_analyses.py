@@ -42,7 +42,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relu_activations": {"targets": "hidden"},
     "saturated_activations": {"targets": "out", "saturation_threshold": 0.2},
     "relu_gradient_flow": {"targets": "hidden"},
-    "moe_routing": {"targets": "out", "top_k": 2},
 }
 """For hooks that would find nothing in the model, whose ReLU is a function, or not report in a few steps."""
 

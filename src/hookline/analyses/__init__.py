@@ -31,7 +31,6 @@ BUILT_IN: Final = {
     "fisher_information": "hookline.analyses.layers:FisherInformationHook",
     "gradient_flow": "hookline.analyses.layers:GradientFlowHook",
     "relu_gradient_flow": "hookline.analyses.layers:ReLUGradientFlowHook",
-    "moe_routing": "hookline.analyses.layers:MoeRoutingHook",
     "hessian": "hookline.analyses.hessian:HessianHook",
     "adam_dynamics": "hookline.analyses.adam_dynamics:AdamDynamicsHook",
     "counterfactual": "hookline.analyses.counterfactual:CounterfactualHook",

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._base import Analysis, ChangeAnalysis, ReferenceHook, StepAnalysis, mean_of
+from hookline.analyses._base import Analysis, ReferenceHook, StepAnalysis, mean_of
 from hookline.analyses._values import (
     FiringValues,
     GradientWindow,
@@ -35,10 +35,7 @@ from hookline.observe.host_values import fetch
 from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.functions.replaced_function import BACKWARD, Mark
-from hookline.when import HookPoint, growing_interval
-
-_DENSE_STEPS: Final = 2000
-"""Steps that have a point of their own; then points are twice as far apart whenever the run becomes twice as long."""
+from hookline.when import HookPoint
 
 
 class NormsHook(Analysis):
@@ -60,7 +57,7 @@ class NormsHook(Analysis):
     needs_grads = True
     metrics = (
         ("grad_norm",
-         "length of the whole gradient of a step before clipping, with biases; the largest since the last point", "‖g‖",
+         "length of the whole gradient of a step before clipping, with biases", "‖g‖",
          "a jump: a bad batch, or an instability", "‖g‖"),
         ("grad_norm_clipped", "the same after clipping, as the optimizer was given it", "‖g‖", "", "clipped"),
         ("total_norm", "norm of the mean gradient since the last report, after clipping, without biases", "‖ḡ‖"),
@@ -68,9 +65,6 @@ class NormsHook(Analysis):
         ("mean_component", "mean size of an entry of it", "mean |ḡᵢ|", "", "mean |g|"),
         ("norm_{param}", "norm of one parameter's part of it", "‖ḡ_w‖", "0: that part does not learn"),
     )  # fmt: skip
-    kept = ("largest",)
-    largest: Mapping[str, Tensor] | None = None
-    """Of the steps since the last point."""
     _read: _BeforeClipping | None = None
     _scaler: Any = None
 
@@ -105,16 +99,10 @@ class NormsHook(Analysis):
             **{f"norm_{name}": norm(grad) for name, grad in values.mean_gradients.items()},
         }
 
-    def _of_step(self, ctx: RunDataContext) -> Mapping[str, Tensor] | None:
+    def _of_step(self, ctx: RunDataContext) -> Mapping[str, Tensor]:
         whole = None if self._read is None else self._read.take()
         lengths = {"grad_norm": whole, "grad_norm_clipped": values_of(ctx).step_gradient_length}
-        found = {name: length for name, length in lengths.items() if length is not None}
-        for name, before in (self.largest or {}).items():
-            found[name] = torch.maximum(found.get(name, before), before)  # NaN if one is
-        step = self.step_of(ctx)
-        is_point = step % growing_interval(step, every=1, first=_DENSE_STEPS) == 0
-        self.largest = None if is_point else found
-        return found if is_point else None
+        return {name: length for name, length in lengths.items() if length is not None}
 
 
 class _BeforeClipping:
@@ -154,7 +142,7 @@ class _BeforeClipping:
 # -- one report and the next ------------------------------------------------------------------------------------------
 
 
-class ConsecutiveHook(ChangeAnalysis):
+class ConsecutiveHook(Analysis):
     """Measure the angle between one report's mean gradient and the next one's; nothing the first time.
 
     Recipe: ``hookline.HookManager(["consecutive"], sinks=[...])``. Keeps one copy of the gradient.
@@ -170,13 +158,16 @@ class ConsecutiveHook(ChangeAnalysis):
         ("angle_degrees", "the same as an angle", "arccos(cos_sim)", "0 to 180", "angle"),
     )  # fmt: skip
 
-    def vector(self, values: FiringValues) -> Tensor | None:
-        """Return the mean gradient."""
-        return values.flat_mean_gradient
+    kept = ("previous",)
+    previous: Tensor | None = None
 
-    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """Return the angle between them."""
-        similarity = cosines_in_float64([(now, before)])[0]
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Compare with the gradient of the last report, and keep this one for the next."""
+        now = values_of(ctx).flat_mean_gradient
+        before, self.previous = self.previous, now
+        if now is None or before is None or before.shape != now.shape:
+            return None
+        similarity = cosines_in_float64([(now, before.to(now.device))])[0]
         return {"cos_sim": similarity, "angle_degrees": torch.rad2deg(torch.acos(similarity.clamp(-1, 1)))}
 
 

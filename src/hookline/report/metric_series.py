@@ -330,9 +330,8 @@ def _clock(moments: list[tuple[int, int | None, float, bool]], started: float | 
     steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_ANCHORS).round().astype(int))]
     seconds = np.maximum.accumulate([max(0.0, latest[step][0] - first) for step in steps])
     epochs = np.maximum.accumulate([latest[step][1] for step in steps])
-    # Older logs of runs that count steps have the step in place of None.
-    by_steps = all(epoch in (None, step, step + 1) for step, epoch, _, _ in moments)
-    return StepTimes(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())
+    has_epochs = any(epoch is not None for _, epoch, _, _ in moments)
+    return StepTimes(steps, seconds.round(3).tolist(), epochs.tolist() if has_epochs else None)
 
 
 @dataclass(frozen=True, slots=True)
