@@ -70,8 +70,6 @@ def draw_relu_gradient_flow() -> Any:
     run = runs.relus(0.5)
     line(right, run, "relu_activations/active_fraction", "relu_activations/active_fraction", GREY)
     line(right, run, "relu_gradient_flow/passed_fraction", "relu_gradient_flow/passed_fraction", GREEN)
-    over = _mean_of(run, "gradient_flow/relu/")
-    right.plot(*over, color=GREEN, linewidth=1.1, linestyle="--", label="gradient over 1e-8")
     left.set_ylim(-0.02, 1.02)
     right.set_ylim(0, 0.5)
     left.legend(loc=(0.62, 0.52))

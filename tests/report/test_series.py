@@ -83,8 +83,8 @@ def test_lists_and_counts_become_grids_and_other_dictionaries_curves() -> None:
 
 
 @pytest.mark.parametrize("by_steps", [False, True])
-def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool | str) -> None:
-    """In the step loop a record has no epoch; in older logs the step itself."""
+def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool) -> None:
+    """In the step loop a record has no epoch."""
 
     records = [_record({"a": 1.0}, 10 * n + 9, epoch=None if by_steps else n, time=100.0 + 5 * n) for n in range(3)]
     clock = _collected(*records).clock
