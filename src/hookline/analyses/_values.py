@@ -326,10 +326,6 @@ def _products(rows: Tensor, others: Tensor, exact: bool) -> Tensor:
     return total
 
 
-_LOOSE: Final = 64
-"""Tensors of one number that are kept before they become one: on a GPU each of them takes 512 bytes."""
-
-
 class StepNumbers:
     """Keep the numbers of steps where they are: moving one between device and host would wait."""
 
@@ -348,9 +344,6 @@ class StepNumbers:
         own = number.detach().reshape(1).clone() if isinstance(number, Tensor) else number
         self._parts.append(np.nan if own is None else own)
         self.has_any = self.has_any or own is not None
-        loose = self._parts[-_LOOSE:]
-        if len(self._parts) % _LOOSE == 0 and len({_kind(part) for part in loose}) == 1 and isinstance(own, Tensor):
-            self._parts[-_LOOSE:] = [torch.cat(loose)]
 
     def take(self) -> NDArray[Any]:
         """Return all in float64, in order, and drop them; one transfer for each device and type."""
@@ -369,10 +362,6 @@ class StepNumbers:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state`` gave."""
         self._parts, self.has_any = list(state.get("parts", ())), bool(state.get("has_any", False))
-
-
-def _kind(part: Any) -> Any:
-    return (part.device, part.dtype) if isinstance(part, Tensor) else type(part)
 
 
 # -- of one firing ----------------------------------------------------------------------------------------------------

@@ -205,13 +205,9 @@ class HessianHook(ReferenceIntervention):
             if not any(words in str(error) for words in _NO_SECOND):
                 raise
             self.method = "difference"
-            warnings.warn(
-                f"Hook 'hessian' found no second derivative of the loss ({str(error).splitlines()[0][:120]}); it takes "
-                f"the difference of two gradients over epsilon={self.epsilon:g} instead. To have that said once and "
-                "for all: method='difference'.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
+            found = f"Hook 'hessian' found no second derivative of the loss ({str(error).splitlines()[0][:120]})"
+            text = f"{found}; it takes the difference of two gradients over epsilon={self.epsilon:g} instead."
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
             return None
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -40,21 +40,10 @@ from hookline.sites.wrappers import walk
 from hookline.tree import main_tensor
 
 __all__ = [
-    "TRACKERS",
-    "ActivationFeeder",
-    "BackwardHookBuilder",
-    "ComponentBackwardHookSpec",
-    "ComponentHookSpec",
-    "GradientFeeder",
-    "HookBuilder",
-    "ParameterFeeder",
-    "TrackerFeeder",
-    "attach_fisher_information_hooks",
-    "attach_gradient_flow_hooks",
-    "attach_relu_activation_hooks",
-    "attach_relu_gradient_flow_hooks",
-    "attach_saturated_activation_hooks",
-    "build_extractor",
+    "TRACKERS", "ActivationFeeder", "BackwardHookBuilder", "ComponentBackwardHookSpec", "ComponentHookSpec",
+    "GradientFeeder", "HookBuilder", "ParameterFeeder", "TrackerFeeder", "attach_fisher_information_hooks",
+    "attach_gradient_flow_hooks", "attach_relu_activation_hooks", "attach_relu_gradient_flow_hooks",
+    "attach_saturated_activation_hooks", "build_extractor",
 ]  # fmt: skip
 
 _TRAINING: Final = frozenset({"train"})

@@ -92,7 +92,7 @@ def find_anomalies(
     """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
 
     Args:
-        facts: What ``run.json`` says.
+        facts: What ``run.json`` says, as `read_runs` has checked it.
         series: What was recorded.
         places: The place of each metric that is on a map.
         bad_steps: What the hook ``first_bad_operation`` found.
@@ -101,7 +101,7 @@ def find_anomalies(
     found = [
         *_first_bad_operation(bad_steps),
         *_run_failures(facts),
-        *_not_finite(curves, is_explained=bool(bad_steps) or _has_hook(facts, "first_bad_operation")),
+        *_not_finite(curves, is_explained=bool(bad_steps) or "first_bad_operation" in facts.get("hooks", {})),
         *_loss_spikes(curves),
         *_accuracy_falls(curves),
         *_risen_losses(curves),
@@ -163,12 +163,11 @@ def _accuracies(curves: Iterable[_PlacedCurve]) -> list[_PlacedCurve]:
 
 def _gradient_norms(curves: Iterable[_PlacedCurve], facts: Mapping[str, Any]) -> list[_PlacedCurve]:
     """Return the curves whose name, or the description that their hook declares, says that they are gradient norms."""
-    hooks = facts.get("hooks")
     declared = {
-        f"{hook}/{metric['name']}"
-        for hook, one in (hooks.items() if isinstance(hooks, Mapping) else ())
-        for metric in (one.get("metrics") or () if isinstance(one, Mapping) else ())
-        if isinstance(metric, Mapping) and "name" in metric and "gradient" in str(metric.get("description", ""))
+        f"{hook}/{metric.get('name')}"
+        for hook, one in facts.get("hooks", {}).items()
+        for metric in one.get("metrics", ())
+        if "gradient" in str(metric.get("description", ""))
     }
     norms = [one for one in curves if _GRADIENT_NORM.search(one.name)]
     return [one for one in norms if _GRADIENT.search(one.name) or one.name in declared]
@@ -195,15 +194,9 @@ def _by_step(sights: Iterable[Sight | None]) -> list[Sight]:
 def _run_failures(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if facts.get("status") == "failed":
         yield from _finding("error", "The run failed", str(facts.get("error") or "It ended by an error."))
-    errors = facts.get("sink_errors")
-    for sink, count in errors.items() if isinstance(errors, Mapping) else ():
+    for sink, count in facts.get("sink_errors", {}).items():
         text = f"{count} times. The log has every record: hookline replay writes them once more."
         yield from _finding("warning", f"{sink} could not write", text)
-
-
-def _has_hook(facts: Mapping[str, Any], name: str) -> bool:
-    hooks = facts.get("hooks")
-    return isinstance(hooks, Mapping) and name in hooks
 
 
 # -- values that are not finite, units that are dead --------------------------------------------------------------

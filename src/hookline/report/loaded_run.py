@@ -152,8 +152,7 @@ class LoadedRun:
             ) from None
         steps, columns = self._table()
         index = pandas.Index(steps, name="step", dtype="int64")
-        made = {name: _filled(values) for name, values in columns.items()}
-        return pandas.DataFrame(made, index=index)
+        return pandas.DataFrame(columns, index=index)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -188,31 +187,10 @@ class LoadedRun:
         return f"<LoadedRun {self.name},{said} {len(self.records)} records, {len(self.metrics)} metrics{span}>"
 
 
-# -- values ----------------------------------------------------------------------------------------------------
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _array(values: list[Any]) -> NDArray[Any]:
     """Return an array of numbers, if all are; else of objects."""
-    if all(map(_is_number, values)):
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return np.asarray([as_float(value) for value in values], dtype=np.float64)
-    return _objects(values)
-
-
-def _objects(values: list[Any]) -> NDArray[Any]:
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made
-
-
-def _filled(values: list[Any]) -> NDArray[Any]:
-    """Return a column: integers if none is missing; numbers as floats, NaN where one is missing; else objects."""
-    there = [value for value in values if value is not None]
-    if len(there) == len(values) and all(type(value) is int and abs(value) < 2**63 for value in values):
-        return np.asarray(values, dtype=np.int64)
-    if there and all(map(_is_number, there)):
-        return np.asarray([np.nan if value is None else as_float(value) for value in values], dtype=np.float64)
-    return _objects(values)
