@@ -29,7 +29,7 @@ FIRST = 5
 """Epochs that do not count: allocators and windows warm up."""
 SLICE = 10
 """Epochs that are one sample, 90 steps: some hooks look at every thirtieth step only, and are to be counted with it."""
-OTHERS = ("gradient_noise_scale", "relu_activations", "fisher_information", "gradient_flow", "relu_gradient_flow")
+OTHERS = ("relu_activations", "fisher_information", "gradient_flow", "relu_gradient_flow")
 """Observers that are in no group of the experiment."""
 
 

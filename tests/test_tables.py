@@ -90,8 +90,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     with hl.rollback(model) as receipt, torch.no_grad():
         model[0].weight.zero_()
     manager, sink = trained()
-    tool = hl.metta.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
     head, probe, steer = probed_and_steered()
     found = {
         "find": hl.find(model),
@@ -119,7 +117,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "manager": manager,
         "profiler": manager.profiler,
         "memory": sink,
-        "trainer": tool.invoke(),
     }
     for handle in (one, many, patch, watch, cache, profile):
         handle.remove()

@@ -7,7 +7,6 @@ from typing import Any
 from drawing import runs
 from drawing.canvas import (
     BLUE,
-    COLOURS,
     GREEN,
     GREY,
     ORANGE,
@@ -25,7 +24,7 @@ from drawing.canvas import (
 def draw_hessian() -> Any:
     figure, (left, right) = panels(2, "edge_of_stability", "entanglement_energy_ratio", below="step")
     for lr, colour in ((0.05, BLUE), (0.1, GREEN), (0.2, RED)):
-        run = runs.full_batch(lr, "hessian")
+        run = runs.full_batch(lr)
         line(left, run, "hessian/edge_of_stability", f"lr {lr:g}", colour)
         line(right, run, "hessian/entanglement_energy_ratio", f"lr {lr:g}", colour)
     for axis in (left, right):
@@ -33,51 +32,6 @@ def draw_hessian() -> Any:
         mark(axis, 4, "limit of stability")
         axis.set_ylim(top=12)
     left.legend(loc="center right")
-    return figure
-
-
-def draw_hessian_spectrum() -> Any:
-    figure, (left, right) = panels(2, "lr_times_sharpness", "the two ends, lr 0.2", below="step")
-    for lr, colour in ((0.05, BLUE), (0.1, GREEN), (0.2, RED)):
-        line(left, runs.full_batch(lr, "hessian_spectrum"), "hessian_spectrum/lr_times_sharpness", f"lr {lr:g}", colour)
-    mark(left, 2, "stable below", above=False)
-    left.set_ylim(0, 2.7)
-    left.legend(loc="upper left", ncols=3)
-    run = runs.full_batch(0.2, "hessian_spectrum")
-    for name, colour in zip(
-        ("eigenvalue_1", "eigenvalue_2", "eigenvalue_3", "smallest_eigenvalue"), COLOURS, strict=False
-    ):
-        line(right, run, f"hessian_spectrum/{name}", name, colour)
-    right.set_ylim(-1, 17)
-    right.legend(ncols=2, fontsize=8, loc="upper right")
-    return figure
-
-
-def draw_loss_landscape() -> Any:
-    figure, (left, right) = panels(2, "losses along the gradient", "curvature", below="step")
-    run = runs.digits("loss_landscape", every=20, points=41, radius=0.2)
-    steps, losses = run["loss_landscape/losses"]
-    for step, colour in ((20, RED), (100, ORANGE), (580, BLUE)):
-        values = losses[steps.index(step)]
-        left.plot([0.2 * (2 * i / 40 - 1) for i in range(41)], values, color=colour, label=f"after step {step}")
-    left.axvline(0, color=GREY, linewidth=0.8)
-    left.set_xlabel("a; downhill to the right")
-    left.legend()
-    line(right, run, "loss_landscape/curvature")
-    right.set_ylim(0)
-    return figure
-
-
-def draw_paired_step() -> Any:
-    figure, axis = panels(1, below="step")
-    for factor, colour in ((0.5, GREY), (2.0, BLUE), (8.0, ORANGE)):
-        run = runs.digits("paired_step", every=20, lr_factor=factor)
-        steps, before = run["paired_step/loss_before"]
-        change = [d / b for d, b in zip(run["paired_step/loss_difference"][1], before, strict=True)]
-        axis.plot(steps, change, color=colour, label=f"lr_factor {factor:g}")
-    axis.axhline(0, color=GREY, linewidth=0.8)
-    axis.set_ylabel("loss_difference / loss_before")
-    axis.legend(ncols=3)
     return figure
 
 

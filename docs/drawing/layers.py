@@ -70,8 +70,6 @@ def draw_relu_gradient_flow() -> Any:
     run = runs.relus(0.5)
     line(right, run, "relu_activations/active_fraction", "relu_activations/active_fraction", GREY)
     line(right, run, "relu_gradient_flow/passed_fraction", "relu_gradient_flow/passed_fraction", GREEN)
-    over = _mean_of(run, "gradient_flow/relu/")
-    right.plot(*over, color=GREEN, linewidth=1.1, linestyle="--", label="gradient over 1e-8")
     left.set_ylim(-0.02, 1.02)
     right.set_ylim(0, 0.5)
     left.legend(loc=(0.62, 0.52))
@@ -88,22 +86,6 @@ def draw_saturated_activations() -> Any:
     axes[0].set_ylim(0, 1.02)
     logarithmic(axes[2])
     legend_above(figure, axes[0])
-    return figure
-
-
-def draw_moe_routing() -> Any:
-    figure, (left, middle, right) = panels(3, "dead_experts, of 8", "load_entropy", "share of each expert, at the end")
-    for place, (weight, colour) in enumerate(((0.0, RED), (0.01, ORANGE), (0.1, BLUE))):
-        run = runs.experts(weight)
-        line(left, run, "moe_routing/dead_experts", f"balance loss {weight:g}", colour)
-        line(middle, run, "moe_routing/load_entropy", f"{weight:g}", colour)
-        shares = sorted((run.at_end(name) for name in run.names("moe_routing/gate/load/")), reverse=True)
-        right.bar([each + 0.27 * (place - 1) for each in range(1, 9)], shares, width=0.25, color=colour)
-    left.set_ylim(-0.2, 8)
-    middle.set_ylim(0, 1.02)
-    mark(right, 1 / 8, "even")
-    right.set_xlabel("experts, sorted")
-    legend_above(figure, left)
     return figure
 
 
@@ -137,18 +119,3 @@ def _mean_of(run: Run, prefix: str, suffix: str = "") -> tuple[list[int], list[f
     """The mean over several metrics, which have come at the same times."""
     series = [run[name] for name in run.names(prefix, suffix)]
     return series[0][0], [sum(values) / len(values) for values in zip(*(one[1] for one in series), strict=True)]
-
-
-def draw_gradient_noise_scale() -> Any:
-    figure, axis = panels(1, below="step")
-    for size, colour in ((8, BLUE), (32, ORANGE), (128, GREEN)):
-        run = runs.noisy(size)
-        line(axis, run, "gradient_noise_scale/noise_scale", f"batches of {size}", colour, marker="o", markersize=3)
-        axis.axhline(size, color=colour, linewidth=0.9, linestyle="--")
-    logarithmic(axis)
-    axis.set_ylabel("noise_scale, samples")
-    axis.annotate(
-        "dashed: the batch sizes", (0.99, 9), xycoords=("axes fraction", "data"), ha="right", color=GREY, fontsize=8
-    )
-    axis.legend(loc="upper left")
-    return figure

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.training.digits import Digits
@@ -131,14 +131,6 @@ def validator(k: int) -> Run:
 # -- digits ----------------------------------------------------------------------------------------------------
 
 
-@cache
-def digits(hook: str, *, every: int, **options: Any) -> Run:
-    """The CNN with BatchNorm and dropout, looked at by one intervention."""
-    torch.manual_seed(SEED)
-    config = {hook: {"every_n_steps": every, **options}}
-    return train(Digits(), ["training_metrics", hook], config, steps=600, snapshot_every=every)
-
-
 def images(count: int | None = None) -> tuple[Tensor, Tensor]:
     """The digits as rows of 64 pixels of mean 0 and variance 1."""
     torch.manual_seed(SEED)
@@ -187,61 +179,8 @@ def tanhs(lr: float) -> Run:
     return plain(layers(nn.Tanh, 3), ["saturated_activations"], lr=lr, epochs=20, config=config)
 
 
-class Experts(nn.Module):
-    """Eight small nets, of which a router chooses one for each sample, between two layers."""
-
-    def __init__(self, count: int = 8, width: int = 64) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, width)
-        self.gate = nn.Linear(width, count)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count)
-        )
-        self.outer = nn.Linear(width, 10)
-        self.balance: Tensor | None = None
-        """How uneven the last batch was: 1 if every expert had its share."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.inner(images).relu()
-        weights = self.gate(x).softmax(-1)
-        best, chosen = weights.max(-1)
-        share = F.one_hot(chosen, len(self.experts)).float()
-        self.balance = len(self.experts) * (share.mean(0) * weights.mean(0)).sum()
-        every = torch.stack([expert(x) for expert in self.experts], 1)
-        picked = every[torch.arange(len(x)), chosen]
-        return self.outer(x + best[:, None] * picked)
-
-
 @cache
-def experts(weight: float) -> Run:
-    """A mixture of experts with a loss that asks, by `weight`, for an even load."""
-    torch.manual_seed(SEED)
-    model = Experts()
-    loader = DataLoader(TensorDataset(*images()), batch_size=64, shuffle=True, drop_last=True)
-
-    def loss(net: Any, batch: Any) -> Tensor:
-        value = F.cross_entropy(net(batch[0]), batch[1])
-        return value + weight * net.balance
-
-    experiment = hl.Experiment(model, torch.optim.Adam(model.parameters(), lr=3e-3), loader, loss)
-    config = {"moe_routing": {"targets": "gate", "top_k": 1}}
-    return train(experiment, ["training_metrics", "moe_routing"], config, epochs=20, snapshot_every=0)
-
-
-@cache
-def noisy(batch_size: int) -> Run:
-    """Samples drawn with replacement, weights that move slowly: what the noise scale asks for."""
-    data, model = TensorDataset(*images()), layers(nn.Tanh, 2)
-    torch.manual_seed(SEED)
-    sampler = RandomSampler(data, replacement=True, num_samples=800 * batch_size)
-    experiment = hl.Experiment(
-        model, torch.optim.SGD(model.parameters(), lr=0.02), DataLoader(data, batch_size=batch_size, sampler=sampler)
-    )
-    return train(experiment, ["training_metrics", "gradient_noise_scale"], steps=800, snapshot_every=80)
-
-
-@cache
-def full_batch(lr: float, hook: str, every: int = 20, steps: int = 500) -> Run:
+def full_batch(lr: float, every: int = 20, steps: int = 500) -> Run:
     """Gradient descent on 256 images at once, on squared errors: the setting in which sharpness rises to 2/lr."""
     inputs, labels = images(256)
     batch = (inputs, F.one_hot(labels, 10).float())
@@ -252,8 +191,8 @@ def full_batch(lr: float, hook: str, every: int = 20, steps: int = 500) -> Run:
         return (outputs - batch[1]).square().sum(1).mean() / 2
 
     experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=lr), [batch], loss)
-    config = {hook: {"every_n_steps": every, **({"method": "exact", "burst_length": 3} if hook == "hessian" else {})}}
-    return train(experiment, ["training_metrics", hook], config, steps=steps, snapshot_every=every)
+    config = {"hessian": {"every_n_steps": every, "method": "exact", "burst_length": 3}}
+    return train(experiment, ["training_metrics", "hessian"], config, steps=steps, snapshot_every=every)
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The tables of metrics on the pages of docs/analyses, written from the hooks themselves.
+"""The lists of metrics on the pages of docs/analyses, written from the hooks themselves.
 
 Takes ``describe_metrics`` of every built-in hook, hands back Markdown, and puts it between the marks on its
 page; `tests/analyses/test_analyses_pages.py` fails where a page says something else.
@@ -58,15 +58,14 @@ def metric_names(name: str) -> set[str]:
 
 
 def table(name: str) -> str:
-    """Return the table of a hook's metrics; those of each layer or parameter are named below it."""
-    head = ("metric", "what it is, and how to read it", "formula")
+    """Return the list of a hook's metrics with their formulas; those of each layer or parameter are named below it."""
     found = metrics(name)
     whole = {info.name for info in found}
     by_part = [info.name for info in found if _is_of_a_part(info.name, whole)]
-    rows = _folded_by_number([m for m in found if m.name not in by_part])
-    lines = [head, ("---",) * len(head), *rows]
-    text = "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
-    return text + (f"\nAlso per layer or parameter: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else "")
+    rows = _folded_by_number([info for info in found if info.name not in by_part])
+    lines = [f"- {names}: {about}{f' ({formula})' if formula else ''}\n" for names, about, formula in rows]
+    also = f"\nAlso per layer or parameter: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else ""
+    return "".join(lines) + also
 
 
 def _is_of_a_part(name: str, whole: set[str]) -> bool:
@@ -77,13 +76,13 @@ def _is_of_a_part(name: str, whole: set[str]) -> bool:
 
 
 def _folded_by_number(found: list[MetricInfo]) -> list[tuple[str, str, str]]:
-    """Return the rows of a table; metrics that differ by the number in their name share one, with k for it."""
+    """Return names, meaning and formula of each; metrics that differ by a number share one, with k for it."""
     rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for info in found:
-        about = f"{info.description}. {_capital(info.sign_info)}" if info.sign_info else info.description
+        about, formula = _safe(info.description), _safe(info.formula)
         number = re.search(r"\d+", info.name)
-        folded = (_with_k(about, number[0]), _with_k(info.formula, number[0])) if number else (about, info.formula)
-        rows.setdefault(folded, []).append((f"`{info.name}`", about, info.formula))
+        folded = (_with_k(about, number[0]), _with_k(formula, number[0])) if number else (about, formula)
+        rows.setdefault(folded, []).append((f"`{info.name}`", about, formula))
     return [
         same[0] if len(same) == 1 else (", ".join(row[0] for row in same), *folded) for folded, same in rows.items()
     ]
@@ -93,12 +92,8 @@ def _with_k(text: str, number: str) -> str:
     return re.sub(rf"(?<!\d){number}(?![\d:])", "k", text)
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _safe(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("*", "\\*") if "`" not in cell else cell.replace("|", "\\|")
+def _safe(text: str) -> str:
+    return text.replace("*", "\\*")
 
 
 def with_tables(text: str) -> str:

@@ -39,11 +39,9 @@ INTERVENTIONS = [name for name, cls in CLASSES.items() if issubclass(cls, hl.Int
 OBSERVERS = [name for name in CLASSES if name not in INTERVENTIONS]
 P, WIDTH = 11, 8
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gradient_noise_scale": {"steps": 2},
     "relu_activations": {"targets": "hidden"},
     "saturated_activations": {"targets": "out", "saturation_threshold": 0.2},
     "relu_gradient_flow": {"targets": "hidden"},
-    "moe_routing": {"targets": "out", "top_k": 2},
 }
 """For hooks that would find nothing in the model, whose ReLU is a function, or not report in a few steps."""
 

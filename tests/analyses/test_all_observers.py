@@ -230,7 +230,6 @@ GRADIENT_METRICS = {
     "batch_dynamics": "effective_rank",
     "weight_tracking": "mean_grad_weight_align",
     "training_diagnostics": "grad_norm_mean",
-    "gradient_noise_scale": "signal",
     "gradient_projection": "overall_grad_cossim_to_solution",
     "subspace_gradient_info": "participation_ratio",
     "token_gradient": "gradient_gini",

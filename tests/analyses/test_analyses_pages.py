@@ -64,16 +64,16 @@ def test_a_page_has_the_metrics_of_the_code(page: Path, tables: Any) -> None:
 def test_a_page_that_says_something_else_is_found(tables: Any) -> None:
     """The check can fail: a metric that is renamed, one that is gone."""
     text = (PAGES / "gradients.md").read_text(encoding="utf-8")
-    for wrong in (text.replace("| `total_norm`", "| `whole_norm`"), re.sub(r"\| `max_component`.*\n", "", text)):
+    for wrong in (text.replace("- `total_norm`", "- `whole_norm`"), re.sub(r"- `max_component`.*\n", "", text)):
         assert wrong != text
         assert tables.with_tables(wrong) == text
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_section_is_whole(name: str, tables: Any) -> None:
-    """It has its picture, how to use it, its metrics, when it misleads, what it costs."""
+    """It has its picture, its metrics, when it misleads, what it costs."""
     text = _sections()[name]
-    for part in (f"](../pictures/analyses/{name}.svg)\n", "\n    hookline run ", f"<!-- metrics of {name} -->",
+    for part in (f"](../pictures/analyses/{name}.svg)\n", f"<!-- metrics of {name} -->",
                  "**When it misleads**", "**Cost.**"):  # fmt: skip
         assert part in text, part
     assert tables.metric_names(name) == {info.name for info in tables.hook(name).describe_metrics()}

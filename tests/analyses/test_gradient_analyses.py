@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,21 +18,6 @@ def shown(hook, model, seeds, **given):
     grads = [random_grads(model, seed) for seed in seeds]
     found = [hook.compute(context(model, accumulated_grads=grad, **given)) for grad in grads]
     return found, grads
-
-
-def test_norms_of_steps_are_thinned_by_the_count_of_the_manager(model):
-    """Where the loop gives no step: step 2,001 is no point of its own, 2,002 is, with the larger of both."""
-    hook = made("norms")
-    hook.manager = SimpleNamespace(global_step=2001)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    assert hook.compute(context(model, hl.HookPoint.POST_STEP)) is None
-    largest = sum(parameter.numel() for parameter in model.parameters()) ** 0.5
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    hook.manager = SimpleNamespace(global_step=2002)
-    found = hook.compute(context(model, hl.HookPoint.POST_STEP))
-    assert float(found["grad_norm_clipped"]) == pytest.approx(largest)
 
 
 def test_norms_are_lengths_of_the_gradient_without_biases(model):

@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from hookline.analyses.adam_dynamics import AdamDynamicsHook
 from hookline.analyses.counterfactual import CounterfactualHook, CounterfactualValidatorHook
-from hookline.analyses.curvature import HessianHook
+from hookline.analyses.hessian import HessianHook
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import context, cos, flat, made, random_grads, token_experiment
+from helpers_analyses import context, cos, flat, made, random_grads
 from torch import nn
 
 import hookline as hl
@@ -140,58 +137,6 @@ def test_training_diagnostics_against_the_same_numbers(model):
     assert found["update_ratio_std"] == pytest.approx(np.std(ratios, ddof=1), rel=1e-4)
     assert found["weight_norm"] == pytest.approx(weight, rel=1e-6)
     assert hook.compute(context(model, POST_EPOCH)) is None
-
-
-# -- training_metrics ----------------------------------------------------------------------------------------
-
-
-def test_the_loss_of_a_long_run_has_few_points_and_each_is_the_mean_since_the_last():
-    """Ten times as many steps add as many points again; before, ten times as many."""
-    hook, points, losses = made("training_metrics", dense_steps=100), [], []
-    for step in range(100_000):
-        losses.append(math.sin(step) + 2)
-        found = hook.compute(context(None, POST_STEP, step=step, loss=losses[-1], lr=0.1))
-        if found:
-            points.append((step, found))
-    counts = [sum(step < length for step, _ in points) for length in (100, 1_000, 10_000, 100_000)]
-    assert counts[0] == 100
-    assert all(later - earlier <= 50 * math.ceil(math.log2(10)) for earlier, later in itertools.pairwise(counts))
-    assert [step for step, _ in points[:105]] == [*range(100), 100, 102, 104, 106, 108]
-    assert all(found["loss"] == losses[step] for step, found in points[:101])
-    for (before, _), (step, found) in itertools.pairwise(points):
-        assert found["loss"] == pytest.approx(np.mean(losses[before + 1 : step + 1]))
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-
-
-@pytest.mark.parametrize("stop", [None, 22])
-def test_the_curve_of_a_run_ends_at_its_last_step_and_goes_on_after_a_checkpoint(stop, tmp_path):
-    """30 steps, a point of their own for 8; every step counts once, in the mean of its point."""
-    plain, sink = hl.sinks.MemorySink(), hl.sinks.MemorySink()
-    losses: list[float] = []
-
-    class Note(hl.TrainingHook):
-        hook_points = {POST_STEP}
-
-        def compute(self, ctx):
-            losses.append(float(ctx.loss))
-
-    hl.step_loop(token_experiment(), steps=30, manager=hl.HookManager(hooks=[Note()], sinks=[plain]))
-    for steps in (30,) if stop is None else (stop, 30):
-        manager = hl.HookManager(hooks=[made("training_metrics", dense_steps=8)], sinks=[sink])
-        checkpoints = hl.training.Checkpoints(tmp_path)
-        hl.step_loop(token_experiment(), steps=steps, manager=manager, checkpoints=checkpoints, resume=steps != stop)
-    shown = {
-        step: loss
-        for record in sink.records
-        if "training_metrics/loss" in record.metrics
-        for step, loss in zip(
-            record.metrics["training_metrics/loss"].steps, record.metrics["training_metrics/loss"], strict=True
-        )
-    }
-    whole = [*range(8), 8, 10, 12, 14, 16, 20, 24, 28, 29]
-    assert sorted(shown) == whole  # the point at the end of the first part was cut off when the run went on
-    for before, step in itertools.pairwise([-1, *whole]):
-        assert shown[step] == pytest.approx(np.mean(losses[before + 1 : step + 1]), rel=1e-5)
 
 
 # -- in a run ------------------------------------------------------------------------------------------------

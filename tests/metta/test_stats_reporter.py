@@ -89,37 +89,3 @@ def test_a_sink_that_fails_does_not_keep_the_others_from_theirs(caplog):
     assert "Failing could not take the metrics of epoch 3" in caplog.text
     assert "disk full" in caplog.text
     assert context.model_metrics["gradient_flow_state"].to_metrics() == {}
-
-
-class Faulty:
-    """A tracker of ones own, one of whose methods does not work."""
-
-    def __init__(self, fault):
-        self.fault, self.resets = fault, 0
-
-    def to_metrics(self):
-        return self._do("to_metrics", {"own/value": 3.0})
-
-    def reset(self):
-        self.resets += 1
-        self._do("reset", None)
-
-    def _do(self, method, result):
-        if method == self.fault:
-            raise RuntimeError(f"no {method}")
-        return result
-
-
-def test_a_tracker_that_cannot_be_read_does_not_keep_the_others_from_being_reported(caplog):
-    """Theirs go out and start anew; its own are not reset, and it is logged once, not each epoch."""
-    context, sink, faulty = full_context(), Noting(), Faulty("to_metrics")
-    context.model_metrics = {"faulty": faulty, **context.model_metrics, "own": Faulty(None)}
-    reporter = hl.metta.StatsReporter(context, sinks=[sink])
-    with caplog.at_level(logging.ERROR, logger="hookline"):
-        first, second = reporter.on_epoch_end(), reporter.on_epoch_end()
-    assert {"activations/relu/c/0", "gradient_flow/relu/c/0", "own/value"} < first.keys()
-    assert second == {"own/value": 3.0}
-    assert [taken for taken, _, _ in sink.taken] == [first, second]
-    assert faulty.resets == 0
-    assert caplog.text.count("'faulty' could not be read at the end of epoch 0") == 1
-    assert caplog.text.count("RuntimeError: no to_metrics") == 1

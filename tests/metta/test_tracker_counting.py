@@ -164,20 +164,6 @@ def test_a_threshold_of_a_sigmoid_that_would_mark_everything_is_refused(threshol
     hl.metta.SaturatedActivationState("tanh", threshold)
 
 
-def test_a_forgotten_component_can_be_registered_anew():
-    """With other options; its counts are gone."""
-    state = hl.metta.SaturatedActivationState("tanh")
-    state.register_component("c", saturation_threshold=0.5)
-    state.update("c", torch.tensor([0.55]))
-    state.forget_component("c")
-    state.forget_component("never known")
-    assert not state.has_component("c")
-    assert state.to_metrics() == {}
-    state.register_component("c", saturation_threshold=0.6)
-    state.update("c", torch.tensor([0.55]))
-    assert state.to_metrics()["activations/tanh/saturation/c/fraction"] == 0.0
-
-
 @pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), "1e-6"])
 def test_a_threshold_of_weights_that_is_not_above_zero_is_refused(threshold):
     """The message has the value."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hookline as hl
 
-pytestmark = pytest.mark.filterwarnings("ignore:Component 'body' gives ReLUGradientFlowState nothing")
+pytestmark = pytest.mark.filterwarnings("ignore:Component 'body' gave ReLUGradientFlowState nothing")
 """Its input is data, so no gradient comes out of it; that this is said is tested in test_silent_trackers."""
 
 

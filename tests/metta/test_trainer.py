@@ -6,7 +6,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from helpers_loops import noting
 from torch import nn
 
 import hookline as hl
@@ -25,19 +24,11 @@ def make_data(batches: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(8, 3, generator=data), torch.randn(8, 1, generator=data)) for _ in range(batches)]
 
 
-def test_every_argument_has_a_default():
-    """The source's example trains as it is: its two components are there, and their trackers report."""
-    torch.manual_seed(0)
-    tool = hl.metta.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    tool.add_training_hook("critic_head", hl.metta.attach_saturated_activation_hooks(activation="tanh"))
-    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_gradient_flow_hooks())
-    trainer = tool.invoke()
-    [metrics] = trainer.metrics
-    assert {"activations/relu/actor_mlp/0", "activations/tanh/saturation/fraction"} <= metrics.keys()
-    assert metrics["gradient_flow/actor_mlp/mean"] > 0
-    assert trainer.result.steps == 8
-    hl.assert_no_hooks(trainer.policy, foreign=True)
+def test_without_policy_or_data_there_is_nothing_to_train():
+    """Both are named."""
+    for options in ({}, {"policy": make_policy()}, {"data": make_data()}):
+        with pytest.raises(hl.errors.OptionError, match=r"policy=.*data="):
+            hl.metta.TrainTool(**options).invoke()
 
 
 def test_any_model_is_taken_by_its_dotted_names():
@@ -74,19 +65,3 @@ def test_however_training_ends_the_hooks_come_off_and_sinks_are_flushed(error):
     hl.assert_no_hooks(policy, foreign=True)
     assert tool._active_policy_hooks == []
     assert sink.flushes == 1
-
-
-def test_hooks_over_time_run_as_well():
-    """Objects, and what `Experiment` takes besides."""
-    sink, hook = hl.sinks.MemorySink(), noting("POST_EPOCH")
-    tool = hl.metta.TrainTool(
-        policy=make_policy(),
-        data=make_data(),
-        epochs=2,
-        sinks=[sink],
-        hooks=[hook],
-        evaluate=lambda model: {"val_acc": 1},
-    )
-    tool.invoke()
-    assert sink.series("noting/seen") == [(0, 1), (1, 2)]
-    assert hook.contexts[0].val_acc == 1.0

@@ -82,14 +82,11 @@ def test_lists_and_counts_become_grids_and_other_dictionaries_curves() -> None:
     assert series.words == {"h/word": "ok"}
 
 
-@pytest.mark.parametrize("by_steps", [False, True, "in an older log"])
-def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool | str) -> None:
-    """In the step loop a record has no epoch; in older logs the step itself."""
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool) -> None:
+    """In the step loop a record has no epoch."""
 
-    def epoch(n: int) -> int | None:
-        return n if not by_steps else None if by_steps is True else 10 * n + 9
-
-    records = [_record({"a": 1.0}, 10 * n + 9, epoch=epoch(n), time=100.0 + 5 * n) for n in range(3)]
+    records = [_record({"a": 1.0}, 10 * n + 9, epoch=None if by_steps else n, time=100.0 + 5 * n) for n in range(3)]
     clock = _collected(*records).clock
     assert clock.steps == [-1, 9, 19, 29]
     assert clock.seconds == [0.0, 0.0, 5.0, 10.0]

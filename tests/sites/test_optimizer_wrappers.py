@@ -185,12 +185,9 @@ def test_the_loops_train_with_a_wrapped_optimizer(wrap: Callable[[Any], Any]) ->
         model, inner = make()
         optimizer = around(inner)
         data = [torch.randn(6, 4, generator=torch.Generator().manual_seed(1)) for _ in range(4)]
-        tool = hl.metta.TrainTool(
-            hl.metta.PolicyAutoBuilder.of(model), data, lambda policy, x: policy(x).square().mean(), epochs=2
-        )
-        tool.optimizer = optimizer
-        tool.hooks = [hl.watch(model, optimizer=optimizer)]
+        policy = hl.metta.PolicyAutoBuilder.of(model)
+        trainer = hl.metta.Trainer(policy, data, lambda policy, x: policy(x).square().mean(), optimizer=optimizer)
         torch.manual_seed(3)
-        tool.invoke()
+        trainer.train(epochs=2, manager=hl.HookManager(hooks=[hl.watch(model, optimizer=optimizer)]))
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*ends)

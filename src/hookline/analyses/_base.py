@@ -17,19 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._values import FiringValues, GradientWindow, StepNumbers, dense_float, parameters_of, values_of
+from hookline.analyses._values import GradientWindow, StepNumbers, dense_float, parameters_of
 from hookline.errors import Hint, HooklineWarning, OptionError
-from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
 from hookline.messages import caller_stacklevel
-from hookline.sites.handle import HandleSet
 from hookline.when import HookPoint, StepSchedule
 
 __all__ = [
-    "Analysis", "BuiltInHook", "ChangeAnalysis", "CountingAnalysis", "Intervention", "ReferenceHook",
-    "ReferenceIntervention", "StepAnalysis", "by_parameter", "loss_on_batch", "mean_of", "same_random_numbers",
+    "Analysis", "BuiltInHook", "Intervention", "ReferenceHook",
+    "ReferenceIntervention", "StepAnalysis", "by_parameter", "mean_of", "same_random_numbers",
 ]  # fmt: skip
 
 _WITH_STATE: Final = (GradientWindow, StepNumbers)
@@ -73,15 +71,10 @@ class BuiltInHook(TrainingHook):
         """Begin another run, in which there may be something to measure."""
         self.off = ""
 
-    def number(self, option: str, value: Any, *, allow_zero: bool = False) -> float:
-        """Return ``value``; raise unless it is a number over 0, or with ``allow_zero`` 0 itself."""
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (value > 0 or (allow_zero and value == 0))
-        ):
-            says = "0 or more" if allow_zero else "a number over 0"
-            raise OptionError(f"{option}= of hook {self.name!r} is {says}, got {value!r}.")
+    def number(self, option: str, value: Any) -> float:
+        """Return ``value``; raise unless it is a number over 0."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise OptionError(f"{option}= of hook {self.name!r} is a number over 0, got {value!r}.")
         return float(value)
 
     def one_of(self, option: str, value: Any, choices: Sequence[str]) -> str:
@@ -206,59 +199,6 @@ class StepAnalysis(Analysis):
         raise NotImplementedError
 
 
-class CountingAnalysis(Analysis):
-    """Count with hooks of its own from report to report: `start` puts them on, and sets ``_is_on``."""
-
-    def __init__(self) -> None:
-        self._handles = HandleSet()
-        self._is_on = False
-
-    def start(self, model: nn.Module) -> None:
-        """Put the hooks on."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Remove the hooks; what was counted stays."""
-        self._handles.remove(quiet=True)
-        self._handles = HandleSet()
-        self._is_on = False
-
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Report what was counted, and count from zero."""
-        if self.off or ctx.model is None:
-            return None
-        if not self._is_on:  # the loop has not called start(): count from now on
-            self.start(ctx.model)
-        return self.report()
-
-    def report(self) -> Mapping[str, Any] | None:
-        """Return what was counted, and count from zero."""
-        raise NotImplementedError
-
-
-class ChangeAnalysis(Analysis):
-    """Compare a vector with that of the last report; nothing the first time, or if its size is another."""
-
-    kept = ("previous",)
-    previous: Tensor | None = None
-
-    def vector(self, values: FiringValues) -> Tensor | None:
-        """Return the vector to compare; None if there is none."""
-        raise NotImplementedError
-
-    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """Return the metrics."""
-        raise NotImplementedError
-
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Compare, and keep this vector for the next time."""
-        now = self.vector(values_of(ctx))
-        before, self.previous = self.previous, now
-        if now is None or before is None or before.shape != now.shape:
-            return None
-        return self.compare(now, before.to(now.device))
-
-
 # -- interventions -------------------------------------------------------------------------------------------------
 
 
@@ -293,12 +233,6 @@ def mean_of(values: list[float]) -> float:
 def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the ``metrics`` of each parameter, as ``"metric/parameter"``."""
     return {f"{metric}/{name}": value for name in names for metric, value in metrics(name).items()}
-
-
-def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
-    """Return the loss on the batch of ``step`` in the mode that the model trains in, with the same random numbers."""
-    with same_random_numbers(step):
-        return model_ctx.batch_loss().float().reshape(())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.guard.rng import kept_rng
 from hookline.lifecycle.context import RunDataContext
 from hookline.observe.host_values import fetch
 from hookline.sites import _torch
@@ -163,10 +164,9 @@ the Gram matrix. In float64 that is exact to 1e-8 of the largest, and for 256 ×
 of the matrix takes 0.33."""
 _LARGEST: Final = 20
 """How many are computed of a larger matrix; sums over them are a lower bound."""
-_BLOCK: Final = 32
-_PASSES: Final = 6
-"""Blocks of the Krylov space. For spectra as flat as those of new weights the largest value is then right to 2e-3, and
-the twentieth to 1e-2; for any that fall off, to rounding. As many steps that keep the last block alone miss 2e-2."""
+_DRAWN, _PASSES = 40, 8
+"""Random vectors, and products with the matrix, for these: the largest is then right to 1e-2 in spectra as flat as
+those of new weights, and to rounding in any that fall off."""
 
 
 def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
@@ -179,36 +179,22 @@ def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]
 
 
 def _singular_values(matrix: Tensor) -> NDArray[Any]:
-    count, is_small = min(matrix.shape), min(matrix.shape) <= _EXACT_UP_TO
+    count = min(matrix.shape)
+    is_small = count <= _EXACT_UP_TO
+    found: NDArray[Any]
     if not bool(torch.isfinite(matrix).all()):  # LAPACK raises
-        return np.full(count if is_small else _LARGEST, np.nan)
-    if not is_small:
-        matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        largest: NDArray[Any] = torch.linalg.svdvals(_compressed(matrix))[:_LARGEST].double().cpu().numpy()
-        return largest
-    double = matrix.cpu() if matrix.device.type == "mps" else matrix
-    double = double.to(torch.complex128 if matrix.is_complex() else torch.float64)
-    gram = double @ double.mH if matrix.shape[0] <= matrix.shape[1] else double.mH @ double
-    squares: NDArray[Any] = torch.linalg.eigvalsh(gram).cpu().numpy()
-    found: NDArray[Any] = np.sqrt(squares[::-1].clip(min=0))
+        found = np.full(count if is_small else _LARGEST, np.nan)
+    elif is_small:
+        double = matrix.cpu() if matrix.device.type == "mps" else matrix
+        double = double.to(torch.complex128 if matrix.is_complex() else torch.float64)
+        gram = double @ double.mH if matrix.shape[0] <= matrix.shape[1] else double.mH @ double
+        found = np.sqrt(torch.linalg.eigvalsh(gram).cpu().numpy()[::-1].clip(min=0))
+    else:
+        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        with kept_rng():  # the run draws what it would have drawn
+            torch.manual_seed(0)
+            found = torch.svd_lowrank(wide, _DRAWN, _PASSES)[1][:_LARGEST].double().cpu().numpy()
     return found
-
-
-def _compressed(matrix: Tensor) -> Tensor:
-    """Return a matrix of few columns with nearly the same large singular values, by block Krylov iteration."""
-    # From a generator of its own: the same matrix gives the same values, and the run draws what it would have drawn.
-    draw = torch.Generator().manual_seed(0)
-    block = torch.randn(matrix.shape[1], _BLOCK, generator=draw, dtype=matrix.dtype).to(matrix.device)
-    block = torch.linalg.qr(block).Q
-    blocks = [block]
-    for _ in range(_PASSES - 1):
-        block = matrix.mH @ (matrix @ block)
-        for _twice in range(2):  # once leaves what rounding has put back
-            for before in blocks:
-                block = block - before @ (before.mH @ block)
-            block = torch.linalg.qr(block).Q
-        blocks.append(block)
-    return matrix @ torch.cat(blocks, dim=1)
 
 
 def effective_rank(values: NDArray[Any]) -> float:
@@ -340,10 +326,6 @@ def _products(rows: Tensor, others: Tensor, exact: bool) -> Tensor:
     return total
 
 
-_LOOSE: Final = 64
-"""Tensors of one number that are kept before they become one: on a GPU each of them takes 512 bytes."""
-
-
 class StepNumbers:
     """Keep the numbers of steps where they are: moving one between device and host would wait."""
 
@@ -362,9 +344,6 @@ class StepNumbers:
         own = number.detach().reshape(1).clone() if isinstance(number, Tensor) else number
         self._parts.append(np.nan if own is None else own)
         self.has_any = self.has_any or own is not None
-        loose = self._parts[-_LOOSE:]
-        if len(self._parts) % _LOOSE == 0 and len({_kind(part) for part in loose}) == 1 and isinstance(own, Tensor):
-            self._parts[-_LOOSE:] = [torch.cat(loose)]
 
     def take(self) -> NDArray[Any]:
         """Return all in float64, in order, and drop them; one transfer for each device and type."""
@@ -383,10 +362,6 @@ class StepNumbers:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state`` gave."""
         self._parts, self.has_any = list(state.get("parts", ())), bool(state.get("has_any", False))
-
-
-def _kind(part: Any) -> Any:
-    return (part.device, part.dtype) if isinstance(part, Tensor) else type(part)
 
 
 # -- of one firing ----------------------------------------------------------------------------------------------------

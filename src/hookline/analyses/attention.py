@@ -7,7 +7,7 @@ training forward; a report computes the pattern from them, so the model is not r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -71,19 +71,15 @@ class AttentionHook(Analysis):
         found = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
         self._layers = {module: number for number, module in enumerate(found)}
         if found:
-            remember = self._remember_by(During(frozenset({"train"}), self._calls.clear))
+            self._during = During(frozenset({"train"}), self._calls.clear)
             self._handle = attach(
-                model, found, remember, on="forward_pre", with_kwargs=True, observe=True, name=self.name
+                model, found, self._remember, on="forward_pre", with_kwargs=True, observe=True, name=self.name
             )
 
-    def _remember_by(self, during: During) -> Callable[..., None]:
-        """Return a hook that keeps the inputs of an attention in a forward that counts as training."""
-
-        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> None:
-            if during.count_forward(site.training, site.gradients, site.step) and module in self._layers:
-                self._calls[self._layers[module]] = _Call.of(module, args, kwargs)
-
-        return remember
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> None:
+        """Keep the inputs of an attention in a forward that counts as training."""
+        if self._during.count_forward(site.training, site.gradients, site.step) and module in self._layers:
+            self._calls[self._layers[module]] = _Call.of(module, args, kwargs)
 
     def finish(self) -> None:
         """Remove the hooks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -302,10 +302,10 @@ class PhasesHook(Analysis):
 
     Recipe: ``hookline.HookManager(["phases"], sinks=[...])``.
 
+    ``val_acc`` is taken for a fraction of 1, until there is one over 1: then for percent.
+
     Args:
         embedding: The name of the table; if left out, the first ``nn.Embedding``. Without one, its metrics are absent.
-        accuracy: Whether ``val_acc`` is a ``"fraction"`` of 1 or in ``"percent"``. ``"auto"``: a fraction, until there
-            is one over 1.
     """
 
     name = "phases"
@@ -329,9 +329,8 @@ class PhasesHook(Analysis):
          "val_acc below 5, 20, 80, 99 %, or not"),
     )  # fmt: skip
 
-    def __init__(self, embedding: str | None = None, accuracy: Literal["auto", "fraction", "percent"] = "auto") -> None:
+    def __init__(self, embedding: str | None = None) -> None:
         self.embedding = embedding
-        self.accuracy = self.one_of("accuracy", accuracy, ("auto", "fraction", "percent"))
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Compare with the last snapshot."""
@@ -364,6 +363,6 @@ class PhasesHook(Analysis):
     def _of_accuracy(self, accuracy: float | None) -> dict[str, Any]:
         if accuracy is None or accuracy != accuracy:
             return {}
-        self.in_percent = self.accuracy == "percent" or (self.accuracy == "auto" and (self.in_percent or accuracy > 1))
+        self.in_percent = self.in_percent or accuracy > 1
         percent = accuracy if self.in_percent else 100 * accuracy
         return {"phase_code": sum(percent >= bound for bound in _BOUNDS)}

@@ -1,6 +1,6 @@
-"""Measure gradients: their length, whether they agree over steps and reports, their noise, and where they lead.
+"""Measure gradients: their length, whether they agree over steps and reports, and where they lead.
 
-``norms``, ``consecutive``, ``variance``, ``batch_dynamics``, ``gradient_noise_scale``, ``gradient_projection`` and
+``norms``, ``consecutive``, ``variance``, ``batch_dynamics``, ``gradient_projection`` and
 ``subspace_gradient_info``. The last two compare with reference weights (``HookManager(reference_weights=...)``).
 """
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._base import Analysis, ChangeAnalysis, ReferenceHook, StepAnalysis, mean_of
+from hookline.analyses._base import Analysis, ReferenceHook, StepAnalysis, mean_of
 from hookline.analyses._values import (
     FiringValues,
     GradientWindow,
@@ -27,7 +27,6 @@ from hookline.analyses._values import (
     norm,
     norm_of_all,
     values_of,
-    widest_float,
 )
 from hookline.errors import Hint
 from hookline.lifecycle.context import RunDataContext
@@ -36,11 +35,7 @@ from hookline.observe.host_values import fetch
 from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.functions.replaced_function import BACKWARD, Mark
-from hookline.tree import tensors_of
-from hookline.when import HookPoint, growing_interval
-
-_DENSE_STEPS: Final = 2000
-"""Steps that have a point of their own; then points are twice as far apart whenever the run becomes twice as long."""
+from hookline.when import HookPoint
 
 
 class NormsHook(Analysis):
@@ -62,7 +57,7 @@ class NormsHook(Analysis):
     needs_grads = True
     metrics = (
         ("grad_norm",
-         "length of the whole gradient of a step before clipping, with biases; the largest since the last point", "‖g‖",
+         "length of the whole gradient of a step before clipping, with biases", "‖g‖",
          "a jump: a bad batch, or an instability", "‖g‖"),
         ("grad_norm_clipped", "the same after clipping, as the optimizer was given it", "‖g‖", "", "clipped"),
         ("total_norm", "norm of the mean gradient since the last report, after clipping, without biases", "‖ḡ‖"),
@@ -70,9 +65,6 @@ class NormsHook(Analysis):
         ("mean_component", "mean size of an entry of it", "mean |ḡᵢ|", "", "mean |g|"),
         ("norm_{param}", "norm of one parameter's part of it", "‖ḡ_w‖", "0: that part does not learn"),
     )  # fmt: skip
-    kept = ("largest",)
-    largest: Mapping[str, Tensor] | None = None
-    """Of the steps since the last point."""
     _read: _BeforeClipping | None = None
     _scaler: Any = None
 
@@ -107,16 +99,10 @@ class NormsHook(Analysis):
             **{f"norm_{name}": norm(grad) for name, grad in values.mean_gradients.items()},
         }
 
-    def _of_step(self, ctx: RunDataContext) -> Mapping[str, Tensor] | None:
+    def _of_step(self, ctx: RunDataContext) -> Mapping[str, Tensor]:
         whole = None if self._read is None else self._read.take()
         lengths = {"grad_norm": whole, "grad_norm_clipped": values_of(ctx).step_gradient_length}
-        found = {name: length for name, length in lengths.items() if length is not None}
-        for name, before in (self.largest or {}).items():
-            found[name] = torch.maximum(found.get(name, before), before)  # NaN if one is
-        step = self.step_of(ctx)
-        is_point = step % growing_interval(step, every=1, first=_DENSE_STEPS) == 0
-        self.largest = None if is_point else found
-        return found if is_point else None
+        return {name: length for name, length in lengths.items() if length is not None}
 
 
 class _BeforeClipping:
@@ -156,7 +142,7 @@ class _BeforeClipping:
 # -- one report and the next ------------------------------------------------------------------------------------------
 
 
-class ConsecutiveHook(ChangeAnalysis):
+class ConsecutiveHook(Analysis):
     """Measure the angle between one report's mean gradient and the next one's; nothing the first time.
 
     Recipe: ``hookline.HookManager(["consecutive"], sinks=[...])``. Keeps one copy of the gradient.
@@ -172,13 +158,16 @@ class ConsecutiveHook(ChangeAnalysis):
         ("angle_degrees", "the same as an angle", "arccos(cos_sim)", "0 to 180", "angle"),
     )  # fmt: skip
 
-    def vector(self, values: FiringValues) -> Tensor | None:
-        """Return the mean gradient."""
-        return values.flat_mean_gradient
+    kept = ("previous",)
+    previous: Tensor | None = None
 
-    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """Return the angle between them."""
-        similarity = cosines_in_float64([(now, before)])[0]
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Compare with the gradient of the last report, and keep this one for the next."""
+        now = values_of(ctx).flat_mean_gradient
+        before, self.previous = self.previous, now
+        if now is None or before is None or before.shape != now.shape:
+            return None
+        similarity = cosines_in_float64([(now, before.to(now.device))])[0]
         return {"cos_sim": similarity, "angle_degrees": torch.rad2deg(torch.acos(similarity.clamp(-1, 1)))}
 
 
@@ -357,88 +346,6 @@ def _directions(gram: NDArray[Any]) -> dict[str, float]:
     shares = shares / shares.sum()
     there = shares[shares > 0]
     return {"effective_rank": float(np.exp(-(there * np.log(there)).sum())), "top1_variance": float(shares[0])}
-
-
-# -- noise: from which batch size on larger batches stop paying -------------------------------------------------------
-
-
-class GradientNoiseScaleHook(StepAnalysis):
-    """Measure the simple noise scale tr Σ / ‖G‖², from gradients of one step and means over several.
-
-    Recipe: ``hookline.HookManager(["gradient_noise_scale"], sinks=[...])``.
-
-    With g the gradient of a step, ḡ the mean of ``steps`` of them and b samples in a batch, ‖g‖² is ‖G‖² + tr Σ/b on
-    average, and ‖ḡ‖² is ‖G‖² + tr Σ/(b·steps); two equations for two unknowns, whose averages since the last report
-    are used. Weights move in those steps, so what they change of the gradient counts as noise. Gradients are those in
-    ``.grad`` after the step, clipped if the run clips, without biases. Keeps one copy.
-
-    Args:
-        steps: How many steps make a mean; fewer are noisier, more let the weights move further.
-        batch_size: Samples in a batch; if left out, the first dimension of the first tensor in the batch. Without
-            either, the scale is in batches.
-    """
-
-    name = "gradient_noise_scale"
-    description = "from which batch size on larger batches stop paying"
-    kept = ("mean", "squares", "taken", "sums", "groups", "size")
-    mean: Tensor | None = None
-    squares: Tensor | None = None
-    sums: Tensor | None = None
-    taken = 0
-    groups = 0
-    size = 1
-    # With b samples in a batch, and ḡ the mean over n steps.
-    metrics = (
-        ("noise_scale", "batch size at which noise and signal are equal, in samples; absent while there is no signal",
-         "tr Σ / ‖G‖²", "far over the batch size: larger batches pay; far below it: smaller ones would do"),
-        ("signal", "squared length of the true gradient", "(n·‖ḡ‖² − mean ‖g‖²)/(n − 1)", "below 0: lost"),
-        ("noise", "variance of a single sample's gradient", "b·n/(n − 1)·(mean ‖g‖² − ‖ḡ‖²)"),
-        ("batch_fraction", "batch size over the noise scale", "b / noise_scale", "1: well chosen"),
-    )  # fmt: skip
-
-    def __init__(self, steps: int = 8, batch_size: int | None = None) -> None:
-        self.steps = self.whole_number("steps", steps, 2)
-        self.batch_size = None if batch_size is None else self.whole_number("batch_size", batch_size, 1)
-
-    def take_step(self, ctx: RunDataContext) -> None:
-        """Add the gradient of a step to its mean."""
-        flat = values_of(ctx).flat_step_gradient
-        if flat is None:
-            return
-        self.size = self.batch_size or _samples(ctx.batch_data) or self.size
-        if self.mean is None or self.mean.shape != flat.shape or self.squares is None:
-            self.mean, self.taken = torch.zeros_like(flat), 0
-            self.squares = flat.new_zeros((), dtype=widest_float(flat.device))
-        self.mean = self.mean.to(flat.device).add_(flat, alpha=1 / self.steps)
-        self.squares = self.squares.to(flat.device) + norm(flat).to(self.squares.dtype).square()
-        self.taken += 1
-        if self.taken == self.steps:
-            of_mean = norm(self.mean).to(self.squares.dtype).square()
-            found = torch.stack((self.squares / self.steps, of_mean))
-            self.sums = found if self.sums is None else self.sums.to(found.device) + found
-            self.groups += 1
-            self.mean = self.squares = None
-            self.taken = 0
-
-    def report(self) -> dict[str, Any] | None:
-        """Return the noise scale, from the means that are complete."""
-        if self.sums is None:  # no mean is complete yet; it goes on
-            return None
-        single, of_mean = (value / self.groups for value in self.sums.tolist())
-        self.sums, self.groups = None, 0
-        n = self.steps
-        signal = (n * of_mean - single) / (n - 1)
-        noise = self.size * n / (n - 1) * (single - of_mean)
-        found = {"signal": signal, "noise": noise}
-        if signal > 0 and noise > 0:
-            found |= {"noise_scale": noise / signal, "batch_fraction": self.size * signal / noise}
-        return found
-
-
-def _samples(batch: Any) -> int | None:
-    """Return how many samples a batch has: the first dimension of the first tensor in it."""
-    tensors = (tensor for tensor in tensors_of(batch) if tensor.dim())
-    return next((int(tensor.shape[0]) for tensor in tensors if tensor.shape[0]), None)
 
 
 # -- where gradients and moves lead -----------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""Measure layers by hooks of their own, from report to report: statistics, Metta's trackers, routers of experts.
+"""Measure layers by hooks of their own, from report to report: statistics, and Metta's trackers.
 
-Seven hooks: ``relu_activations``, ``saturated_activations``, ``fisher_information``, ``gradient_flow`` and
-``relu_gradient_flow`` (trackers and feeders are those of `hookline.metta`), ``stats`` (a `hookline.watch`), and
-``moe_routing``. Layers are found when training starts, and the hooks are removed when it ends.
+Six hooks: ``relu_activations``, ``saturated_activations``, ``fisher_information``, ``gradient_flow`` and
+``relu_gradient_flow`` (trackers and feeders are those of `hookline.metta`), and ``stats`` (a `hookline.watch`).
+Layers are found when training starts, and the hooks are removed when it ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.analyses._base import Analysis, CountingAnalysis, mean_of
-from hookline.factories.moe_statistics import RoutingCounts, routing_metrics
+from hookline.analyses._base import Analysis, mean_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
@@ -29,40 +28,33 @@ from hookline.metta.trackers import (
     ReLUGradientFlowState,
     SaturatedActivationState,
 )
-from hookline.observe.host_values import countable, fetch, on_host
+from hookline.observe.host_values import fetch
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.watch import Watch, watch
-from hookline.phases import During, validate_phases
 from hookline.sites.attach import attach
-from hookline.sites.roles import find_roles
-from hookline.sites.site_info import Site
+from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules, walk
 from hookline.when import ReportedSteps, StepSchedule
 
-_TRAINING: Final = validate_phases("train")
-"""Forwards of evaluations and of other hooks do not count."""
 _NEXT_TO_NONE: Final = 1e-6
 """Sums over all layers count a gradient as none below this share of the mean. The bound of a tracker itself, 1e-8, is
 absolute: a trained model has gradients below it everywhere."""
 
 
-class TrackedAnalysis(CountingAnalysis):
-    """Feed a tracker from layers of the model, and report it.
+class TrackedAnalysis(Analysis):
+    """Feed a tracker from layers of the model by hooks of its own, and report it.
 
     Args:
+        tracker: What the layers feed.
         targets: Which layers, by name or glob; if left out, all that `is_wanted` accepts.
         exclude: Layers to leave out.
         per_unit: Report a metric for each unit, which may be many; if False, those of layers and over all alone.
     """
 
-    tracker: Any
-    """What the layers feed; each analysis sets it when it is made."""
-    feeder: ClassVar[type[TrackerFeeder]] = ActivationFeeder
-    """Makes the hook that feeds it."""
     kind: ClassVar[str] = "forward"
-    """Which kind of hook that is."""
+    """Which kind of hook feeds it."""
     layers: ClassVar[tuple[type[nn.Module], ...]] = ()
     """The types of the layers to track, where no targets are given."""
     looks_for = ""
@@ -70,25 +62,26 @@ class TrackedAnalysis(CountingAnalysis):
     of_units: ClassVar[str] = ""
     """What the names of the metrics of single units have in them."""
 
-    def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
-        super().__init__()
-        self.targets, self.exclude, self.per_unit = targets, exclude, per_unit
+    def __init__(self, tracker: Any, targets: str | None, exclude: str | None, per_unit: bool = True) -> None:
+        self.tracker, self.targets, self.exclude, self.per_unit = tracker, targets, exclude, per_unit
+        self._handles: HandleSet | None = None
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Return whether ``module`` is a layer to track, where no targets are given."""
         return isinstance(module, self.layers)
 
+    def new_feeder(self, component: str) -> TrackerFeeder:
+        """Return the hook that feeds the tracker from the layer ``component``."""
+        return (ActivationFeeder if self.kind == "forward" else GradientFeeder)(self.tracker, component)
+
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return a few metrics over all layers, from the ``metrics`` of the tracker, which is not reset yet."""
         raise NotImplementedError
 
-    def new_feeder(self, component: str) -> TrackerFeeder:
-        """Return the hook that feeds the tracker from the layer ``component``."""
-        return self.feeder(self.tracker, component, _TRAINING)
-
     def start(self, model: nn.Module) -> None:
         """Attach the feeders to the layers."""
         self.finish()
+        self._handles = HandleSet()
         for name, module in self._layers(model):
             component = name or "model"
             self.tracker.register_component(component)
@@ -98,7 +91,6 @@ class TrackedAnalysis(CountingAnalysis):
             else:
                 label = f"{self.name} of {name or 'the model'!r}"
                 self._handles.add(attach(model, module, feeder, on=self.kind, observe=True, name=label))
-            self._is_on = True
 
     def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.targets is not None:
@@ -110,19 +102,26 @@ class TrackedAnalysis(CountingAnalysis):
                 return []
         return [(name, module) for name, module, *_ in select(model, chosen, exclude=self.exclude)]
 
-    def report(self) -> Mapping[str, Any] | None:
-        """Return what was counted, and reset the tracker."""
+    def finish(self) -> None:
+        """Remove the hooks; what was counted stays."""
+        if self._handles is not None:
+            self._handles.remove(quiet=True)
+        self._handles = None
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Report what was counted, and reset the tracker."""
+        if self.off or ctx.model is None:
+            return None
+        if self._handles is None:  # the loop has not called start(): count from now on
+            self.start(ctx.model)
         metrics = self.tracker.to_metrics()
         if not metrics:
             return None
         summary = self.summary(metrics)
         self.tracker.reset()
-        shown = {name: value for name, value in metrics.items() if self.per_unit or not self.is_of_unit(name)}
-        return {**summary, **{name.removeprefix(f"{self.name}/"): v for name, v in shown.items()}}
-
-    def is_of_unit(self, name: str) -> bool:
-        """Return whether the metric ``name`` is one of a single unit."""
-        return bool(self.of_units) and self.of_units in name
+        if not self.per_unit:
+            metrics = {name: value for name, value in metrics.items() if self.of_units not in name}
+        return {**summary, **{name.removeprefix(f"{self.name}/"): value for name, value in metrics.items()}}
 
     def reset(self) -> None:
         """Begin another run."""
@@ -153,8 +152,7 @@ class _ReLUAnalysis(TrackedAnalysis):
     """What is counted for each unit, and the word for a unit without any: ``active_fraction``, ``dead_units``."""
 
     def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
-        super().__init__(targets, exclude, per_unit)
-        self.tracker = self.tracker_type()
+        super().__init__(self.tracker_type(), targets, exclude, per_unit)
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics over all units."""
@@ -196,32 +194,12 @@ class ReLUActivationsHook(_ReLUAnalysis):
     )
 
 
-class _TwoBounds(ReLUGradientFlowState):
-    """Count each layer twice: by the bound of the tracker, and by a share of its mean under a name of its own."""
-
-    relative: Final = " by a share of the mean"
-
-    def update(self, component: str, tensor: Tensor) -> None:
-        """Count one tensor by both bounds."""
-        super().update(component, tensor)
-        seen = countable(tensor)
-        if seen is not None and seen.numel():
-            is_over = seen.abs() > _NEXT_TO_NONE * seen.abs().mean()
-            super().update(component + self.relative, is_over.to(seen.dtype))
-
-    def forget_counts(self, component: str) -> None:
-        """Start both counts of ``component`` at zero."""
-        super().forget_counts(component)
-        super().forget_counts(component + self.relative)
-
-
 class ReLUGradientFlowHook(_ReLUAnalysis):
     """Measure the share of samples in which a gradient leaves each unit, backwards, since the last report.
 
     Recipe: ``hookline.HookManager(["relu_gradient_flow"], sinks=[...])``.
 
-    It counts twice: by unit, what is above 1e-8, as Metta does; for the sums, what is above a millionth of the
-    layer's mean in that backward pass, which does not depend on the size of the loss.
+    A gradient counts if it is above 1e-8, as in Metta; with a loss that has become small, none is.
 
     Args:
         targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
@@ -238,26 +216,17 @@ class ReLUGradientFlowHook(_ReLUAnalysis):
     event = ("passed", "blocked")
     metrics = (
         ("passed_fraction", "how often a gradient comes through, over all units",
-         "mean of |g| > 1e-6·mean |g|, of a layer in one pass"),
+         "mean of |g| > 1e-8"),
         ("blocked_units", "units that never let one through", "count of 0", "0 is healthy"),
         ("blocked_fraction", "their share of all units", "blocked / units", "0 is healthy"),
         ("gradient_flow/relu/{layer}/{unit}", "how often more than 1e-8 comes through this unit", "share of |g| > 1e-8",
          "0: dead, or small everywhere"),
     )  # fmt: skip
-    tracker_type = _TwoBounds
+    tracker_type = ReLUGradientFlowState
 
     def new_feeder(self, component: str) -> GradientFeeder:
         """Return a hook on the gradient of a layer's input."""
-        return GradientFeeder(self.tracker, component, _TRAINING, of_input=True)
-
-    def report(self) -> Mapping[str, Any] | None:
-        """Return what was counted, without the counts by the relative bound, which are in the sums."""
-        found = super().report()
-        return found and {name: value for name, value in found.items() if _TwoBounds.relative not in name}
-
-    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics over all units, by the relative bound."""
-        return super().summary({name: value for name, value in metrics.items() if _TwoBounds.relative in name})
+        return GradientFeeder(self.tracker, component, of_input=True)
 
 
 # -- other activations, and gradients --------------------------------------------------------------------------------
@@ -290,8 +259,7 @@ class SaturatedActivationsHook(TrackedAnalysis):
         exclude: str | None = None,
         per_unit: bool = True,
     ) -> None:
-        super().__init__(targets, exclude, per_unit)
-        self.tracker = SaturatedActivationState(activation, saturation_threshold)
+        super().__init__(SaturatedActivationState(activation, saturation_threshold), targets, exclude, per_unit)
         self.activation, self.roots = activation, (f"activations/{activation}/",)
         self.looks_for = "nn.Tanh" if activation == "tanh" else "nn.Sigmoid"
 
@@ -321,7 +289,7 @@ class SaturatedActivationsHook(TrackedAnalysis):
         """Return the metrics over all layers."""
         return {
             "fraction": metrics[f"activations/{self.activation}/saturation/fraction"],
-            "always_saturated": sum(value == 1 for name, value in metrics.items() if self.is_of_unit(name)),
+            "always_saturated": sum(value == 1 for name, value in metrics.items() if self.of_units in name),
         }
 
 
@@ -331,8 +299,8 @@ class GradientFlowHook(TrackedAnalysis):
     Recipe: ``hookline.HookManager(["gradient_flow"], sinks=[...])``.
 
     The mean starts at zero and is not corrected: after n passes it has 1 − betaⁿ of its height. Gradients of outputs
-    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention``, which is never called, is
-    measured at the output of the attention as a whole.
+    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention`` is never called, so it has
+    none: name the attention as a whole by ``targets``.
 
     Args:
         beta: The share of the old mean that stays at each backward pass.
@@ -345,7 +313,6 @@ class GradientFlowHook(TrackedAnalysis):
     description = "size of the gradient that arrives at each unit of each layer"
     reduce = MappingProxyType({"smallest": "min", "largest": "max", "*blocked_fraction": "min"})
     kind = "backward"
-    feeder = GradientFeeder
     of_units = "/unit_"
     looks_for = "linear layers and convolutions"
     # With n = √mean g² over the batch, G = beta·G + (1 − beta)·n, from zero.
@@ -364,14 +331,7 @@ class GradientFlowHook(TrackedAnalysis):
     def __init__(
         self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None, per_unit: bool = True
     ) -> None:
-        super().__init__(targets, exclude, per_unit)
-        self.tracker = GradientFlowState(beta)
-
-    def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        attentions = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
-        # It multiplies with the weight of its out_proj itself; the gradient of its output is that of out_proj's.
-        callers: dict[int, nn.Module] = {id(attention.out_proj): attention for attention in attentions}
-        return [(name, callers.get(id(module), module)) for name, module in super()._layers(model)]
+        super().__init__(GradientFlowState(beta), targets, exclude, per_unit)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Return whether ``module`` multiplies with a matrix; an embedding does not."""
@@ -435,14 +395,13 @@ class FisherInformationHook(TrackedAnalysis):
     )  # fmt: skip
 
     def __init__(self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None) -> None:
-        super().__init__(targets, exclude)
-        self.tracker = FisherInformationState(beta)
+        super().__init__(FisherInformationState(beta), targets, exclude)
         self._names: dict[str, frozenset[str]] = {}
         """By layer, the names in it of the parameters that are counted there."""
 
     def new_feeder(self, component: str) -> ParameterFeeder:
         """Return a hook on the parameters of a layer."""
-        return ParameterFeeder(self.tracker, component, _TRAINING, self._names[component])
+        return ParameterFeeder(self.tracker, component, self._names[component])
 
     def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         layers = super()._layers(model)
@@ -617,125 +576,3 @@ def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
         if largest[kind]:
             found[f"max_{kind}"] = float(torch.tensor(largest[kind]).max())  # NaN if one is
     return found
-
-
-# -- routers of experts -----------------------------------------------------------------------------------------------
-
-
-class MoeRoutingHook(CountingAnalysis):
-    """Measure the load of experts, the entropy of routers and dead experts, since the last report.
-
-    Recipe: ``hookline.HookManager(["moe_routing"], sinks=[...])``.
-
-    Args:
-        top_k: How many experts each token goes to, for a router that neither returns its choice nor has an attribute
-            ``top_k``.
-        targets: Which routers, by name or glob, with commas; if left out, every module in the role ``router``.
-        exclude: Routers to leave out.
-        per_expert: Report the share of every expert too.
-    """
-
-    name = "moe_routing"
-    description = "load of experts, entropy of routers, dead experts"
-    metrics = (
-        ("load_max", "the busiest expert of all layers, as a multiple of an even share", "max E·load", "1: even"),
-        ("load_entropy", "how evenly tokens are spread over experts, mean of layers", "H(load) / ln E", "1: even"),
-        ("router_entropy", "how undecided routers are, mean of layers", "mean H(p) / ln E", "0: sure; 1: no opinion"),
-        ("dead_experts", "experts that got no token, of all layers", "count of load 0", "0 is healthy"),
-        ("{layer}/tokens", "tokens that the router has seen"),
-        ("{layer}/load_max", "the busiest expert of one layer", "max E·load", "E: all tokens go to one"),
-        ("{layer}/load_entropy", "how evenly tokens are spread in one layer", "H(load) / ln E", "1: even"),
-        ("{layer}/router_entropy", "how undecided one router is", "mean H(p) / ln E"),
-        ("{layer}/dead_experts", "experts of one layer that got no token", "count of load 0"),
-        ("{layer}/nonfinite", "tokens whose logits had NaN or infinity, which are not counted; left out if 0"),
-        ("{layer}/load/{expert}", "the share of choices that one expert got", "choices / all", "1/E is even"),
-    )
-    reduce = MappingProxyType(
-        {
-            "dead_experts": "min",
-            "*/dead_experts": "min",
-            "load_max": "max",
-            "*/load_max": "max",
-            "*/tokens": "sum",
-            "*/nonfinite": "sum",
-        }
-    )
-
-    def __init__(
-        self,
-        top_k: int | None = None,
-        targets: str | None = None,
-        exclude: str | None = None,
-        per_expert: bool = True,
-    ) -> None:
-        self.top_k = None if top_k is None else self.whole_number("top_k", top_k, 1)
-        self.targets, self.exclude, self.per_expert = targets, exclude, per_expert
-        self._counts: dict[str, RoutingCounts] = {}
-        super().__init__()
-
-    def start(self, model: nn.Module) -> None:
-        """Attach a hook to every router."""
-        self.finish()
-        names = find_roles(model).get("router", []) if self.targets is None else self.targets.split(",")
-        if not names:
-            self.turn_off("looked for routers of experts (name others by targets='layers.*.gate') and found none")
-            return
-        routers = [module for _, module in select(model, names, exclude=self.exclude)]
-        during = During(frozenset({"train"}), self._count_from_zero)
-
-        def count(module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
-            if not site.recompute and during.count_forward(site.training, site.gradients, site.step):
-                self._of(site.name).add(module, output)
-
-        self._handles.add(attach(model, routers, count, observe=True, name=self.name))
-        self._is_on = True
-
-    def _of(self, name: str) -> RoutingCounts:
-        return self._counts.setdefault(name, RoutingCounts(name, self.top_k))
-
-    def _count_from_zero(self) -> None:
-        for counts in self._counts.values():  # which know what they have warned of
-            counts.row = None
-
-    def report(self) -> Mapping[str, Any] | None:
-        """Return what was counted, and count from zero."""
-        seen = [(name, counts.row) for name, counts in self._counts.items() if counts.row is not None]
-        rows = [row.tolist() for row in on_host(row for _, row in seen)]
-        self._count_from_zero()
-        layers = {
-            name: found
-            for (name, _), row in zip(seen, rows, strict=True)
-            if (found := routing_metrics(row, per_expert=self.per_expert))
-        }
-        if not layers:
-            return None
-        by_layer = {f"{name}/{metric}": value for name, found in layers.items() for metric, value in found.items()}
-        return {**_summary(list(layers.values())), **by_layer}
-
-    def reset(self) -> None:
-        """Begin another run."""
-        super().reset()
-        self._counts.clear()
-
-    def get_state_tensors(self) -> dict[str, Any]:
-        """Return what was counted since the last report."""
-        found = {name: counts.row for name, counts in self._counts.items() if counts.row is not None}
-        return {"counts": found} if found else {}
-
-    def set_state_tensors(self, tensors: dict[str, Any]) -> None:
-        """Take back what ``get_state_tensors`` gave."""
-        self._counts.clear()
-        kept: Mapping[str, Tensor] = tensors.get("counts", {})
-        for name, row in kept.items():
-            self._of(name).row = row.clone()
-
-
-def _summary(layers: list[dict[str, float]]) -> dict[str, float]:
-    """Return the figures of all layers; one that no layer has is left out."""
-    read = {key: [found[key] for found in layers if key in found] for key in _READ}
-    return {key: _READ[key](values) for key, values in read.items() if values}
-
-
-_READ: Final[Mapping[str, Callable[[list[float]], float]]] = MappingProxyType(
-    {"load_max": max, "load_entropy": mean_of, "router_entropy": mean_of, "dead_experts": sum}
-)

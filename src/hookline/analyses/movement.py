@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._base import Analysis, ChangeAnalysis, StepAnalysis
+from hookline.analyses._base import Analysis, StepAnalysis
 from hookline.analyses._values import (
     FiringValues,
     cosines_in_float64,
@@ -28,7 +28,7 @@ from hookline.observe.host_values import fetch
 from hookline.when import HookPoint
 
 
-class ParameterDeltaHook(ChangeAnalysis):
+class ParameterDeltaHook(Analysis):
     """Measure the length of the change of all parameters, biases included; nothing the first time.
 
     Recipe: ``hookline.HookManager(["parameter_delta"], sinks=[...])``. Keeps one copy of the parameters.
@@ -43,12 +43,16 @@ class ParameterDeltaHook(ChangeAnalysis):
         ("param_norm", "length of the parameters", "‖θ‖", "grows without weight decay", "‖θ‖"),
     )  # fmt: skip
 
-    def vector(self, values: FiringValues) -> Tensor | None:
-        """Return the parameters."""
-        return values.flat_parameters
+    kept = ("previous",)
+    previous: Tensor | None = None
 
-    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """Return the move from one to the other."""
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Compare with the parameters of the last report, and keep these for the next."""
+        now = values_of(ctx).flat_parameters
+        before, self.previous = self.previous, now
+        if now is None or before is None or before.shape != now.shape:
+            return None
+        before = before.to(now.device)
         move = norm(now - before)
         return {"relative_delta": ratio(move, norm(before)), "absolute_delta": move, "param_norm": norm(now)}
 

@@ -10,28 +10,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.analyses._base import Analysis, StepAnalysis
 from hookline.analyses._values import StepNumbers, raw_number, values_of, widest_float
 from hookline.lifecycle.context import RunDataContext
-from hookline.when import HookPoint, growing_interval
-
-_DENSE_STEPS: Final = 2000
-"""Then a run of 1,000,000 steps has 10,954 points, and one of 10,000,000 has 14,221; a screen is 4,000 wide."""
+from hookline.when import HookPoint
 
 
 class TrainingMetricsHook(Analysis):
     """Report what the loop knows of the run.
 
     Recipe: ``hookline.HookManager(["training_metrics"], sinks=[...])``.
-
-    Args:
-        dense_steps: How many steps have a point of their own, where steps are counted. Whenever the run becomes twice
-            as long, points are twice as far apart: the loss and accuracy of a point are then the mean over the steps
-            since the last one.
     """
 
     name = "training_metrics"
@@ -39,9 +30,7 @@ class TrainingMetricsHook(Analysis):
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_STEP})
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP}}  # noqa: RUF012
     metrics = (
-        ("loss", "training loss: of the step, or the mean over the epoch or the steps since the last point", "L",
-         "lower is better", "loss"),
-        ("largest_loss", "largest loss of a step since the last point, where those are means", "max L", "", "largest"),
+        ("loss", "training loss: of the step, or the mean over the epoch", "L", "lower is better", "loss"),
         ("perplexity", "how many equally likely choices the loss amounts to, if it is a cross entropy in nats",
          "exp(L); infinite where that is over 1.8e308", "1 is certain; as many as there are classes is guessing",
          "perplexity"),
@@ -50,62 +39,18 @@ class TrainingMetricsHook(Analysis):
         ("learning_rate", "of the first group of the optimizer", "η", "", "learning rate"),
         ("{metric}", "whatever else the evaluation found, under its own name"),
     )  # fmt: skip
-    reduce = MappingProxyType({"largest_loss": "max"})
-    kept = ("_sums",)
-    _sums: dict[str, tuple[Any, int]] | None = None
-    """Of the steps since the last point: the sum of each number, on its device, and how many they are."""
-
-    def __init__(self, dense_steps: int = _DENSE_STEPS) -> None:
-        self.dense_steps = self.whole_number("dense_steps", dense_steps, 2)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what there is; tensors stay on their device."""
-        found = {name: raw_number(ctx, name) for name in ("loss", "train_acc")}
-        if ctx.hook_point is HookPoint.POST_STEP:
-            step = self.step_of(ctx)
-            interval = growing_interval(step, every=1, first=self.dense_steps)
-            if interval > 1 or self._sums:
-                self._add(found)
-                if step % interval:
-                    return ctx.eval_metrics  # those are of now, and come once
-                found = self._take_means()
-        found["val_acc"] = raw_number(ctx, "val_acc")
-        return {**(ctx.eval_metrics or {}), **_present({**found, "learning_rate": ctx.lr})}
-
-    def finish(self) -> None:
-        """Record the steps since the last point: the curve ends at the last step."""
-        if self._sums and self.manager is not None:
-            for name, value in _present(self._take_means()).items():
-                self.manager.output.record(f"{self.name}/{name}", value)
-
-    def _add(self, found: Mapping[str, Any]) -> None:
-        sums = {} if self._sums is None else self._sums
-        for name, value in found.items():
-            if value is not None:
-                wide = value.to(widest_float(value.device)) if isinstance(value, Tensor) else value
-                total, count = sums.get(name, (0.0, 0))
-                sums[name] = (total + wide, count + 1)
-        if (loss := found.get("loss")) is not None:  # a mean hides the spike of one step
-            sums["largest_loss"] = (_larger(sums.get("largest_loss", (loss, 1))[0], loss), 1)
-        self._sums = sums
-
-    def _take_means(self) -> dict[str, Any]:
-        sums, self._sums = self._sums or {}, None
-        return {name: total / count for name, (total, count) in sums.items()}
-
-
-def _present(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics that there are, with the perplexity beside the loss."""
-    loss = found.get("loss")
-    with_all = {"loss": loss, "perplexity": None if loss is None else _exp(loss), **found}
-    return {name: value for name, value in with_all.items() if value is not None}
-
-
-def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """Return the larger, or NaN if one is."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.maximum(one, other)
-    return one if one != one or other <= one else other
+        loss = raw_number(ctx, "loss")
+        found = {
+            "loss": loss,
+            "perplexity": None if loss is None else _exp(loss),
+            "train_acc": raw_number(ctx, "train_acc"),
+            "val_acc": raw_number(ctx, "val_acc"),
+            "learning_rate": ctx.lr,
+        }
+        return {**(ctx.eval_metrics or {}), **{name: value for name, value in found.items() if value is not None}}
 
 
 def _exp(loss: float | Tensor) -> float | Tensor:

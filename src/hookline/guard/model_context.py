@@ -226,11 +226,6 @@ class ModelDataContext:
             for name, parameter in parameters.items():
                 parameter.add_(steps[name], alpha=scale)
 
-    def scale_learning_rates(self, factor: float) -> None:
-        """Multiply the learning rates of all groups of the optimizer."""
-        for group in self._groups:
-            group["lr"] = group["lr"] * factor
-
     def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:
         """Return a loader of the training data in another order each time; no stream of the run is drawn from."""
         generator = private_generator(self._model)

@@ -2,16 +2,15 @@
 
 A builder is called with the name of a component and a `ComponentContext`; `TrainTool` calls it when there is a policy.
 It puts its tracker into the context if none is there, and returns a feeder: the hook that hands the tensors of that
-component to the tracker. The analyses make feeders, too. None changes anything. A value that cannot be counted (a
-tuple, a missing key, no gradient) is not counted, and the tracker is told the reason for its warning.
+component to the tracker. The analyses make feeders, too. None changes anything, and what cannot be counted (a tuple, a
+missing key, no gradient) is passed over. Training counts; evaluations and other hooks do not (see `During`).
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
@@ -22,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.components import ComponentContext
 from hookline.metta.trackers import (
     FisherInformationState,
@@ -32,7 +30,7 @@ from hookline.metta.trackers import (
     SaturatedActivationState,
     check_activation,
 )
-from hookline.phases import During, Phases, validate_phases
+from hookline.phases import During
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet, HookHandle
@@ -42,109 +40,67 @@ from hookline.sites.wrappers import walk
 from hookline.tree import main_tensor
 
 __all__ = [
-    "TRACKERS",
-    "ActivationFeeder",
-    "BackwardHookBuilder",
-    "ComponentBackwardHookSpec",
-    "ComponentHookSpec",
-    "GradientFeeder",
-    "HookBuilder",
-    "ParameterFeeder",
-    "TrackerFeeder",
-    "attach_fisher_information_hooks",
-    "attach_gradient_flow_hooks",
-    "attach_relu_activation_hooks",
-    "attach_relu_gradient_flow_hooks",
-    "attach_saturated_activation_hooks",
-    "build_extractor",
+    "TRACKERS", "ActivationFeeder", "BackwardHookBuilder", "ComponentBackwardHookSpec", "ComponentHookSpec",
+    "GradientFeeder", "HookBuilder", "ParameterFeeder", "TrackerFeeder", "attach_fisher_information_hooks",
+    "attach_gradient_flow_hooks", "attach_relu_activation_hooks", "attach_relu_gradient_flow_hooks",
+    "attach_saturated_activation_hooks", "build_extractor",
 ]  # fmt: skip
+
+_TRAINING: Final = frozenset({"train"})
 
 
 class TrackerFeeder:
-    """Decide which passes count, and tell the tracker why the others do not.
+    """Hand the tensors of one component to a tracker, in the passes that count as training."""
 
-    Args:
-        tracker: What the hook feeds.
-        component: The name it does so under.
-        during: The phases that count.
-    """
-
-    def __init__(self, tracker: Any, component: str, during: Phases) -> None:
+    def __init__(self, tracker: Any, component: str) -> None:
         self.tracker, self.component = tracker, component
-        self.during = During(during, functools.partial(tracker.forget_counts, component))
+        self.has_fed = False
+        """Whether there was anything to hand on."""
+        self._during = During(_TRAINING, partial(tracker.forget_counts, component))
         self.__qualname__ = type(tracker).__name__  # its name in reports
 
     def release(self) -> None:
         """Let another hook take its place: this one is off."""
         self.tracker.end_feeding(self.component)
 
-    def _count_pass(self, training: bool, gradients: bool, which: Any) -> bool:
-        """Count the pass ``which`` if its phase is wanted; return whether it is."""
-        counts = self.during.count_forward(training, gradients, which)
-        if not counts:
-            self._note(functools.partial(_not_counted, self.during))
-        return counts
-
-    def _note(self, why: Callable[[], str]) -> None:
-        self.tracker.note_nothing(self.component, why)
+    def _feed(self, *what: Any) -> None:
+        self.has_fed = True
+        self.tracker.update(self.component, *what)
 
 
 class ActivationFeeder(TrackerFeeder):
     """Feed a tracker with the output of a component, of which ``extract`` takes a tensor."""
 
-    def __init__(
-        self, tracker: Any, component: str, during: Phases, extract: Callable[[Any], Any] = main_tensor
-    ) -> None:
-        super().__init__(tracker, component, during)
+    def __init__(self, tracker: Any, component: str, extract: Callable[[Any], Any] = main_tensor) -> None:
+        super().__init__(tracker, component)
         self.extract = extract
-        self._has_warned = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any, *, site: Site | None = None) -> None:
         """Count ``output``, as a forward hook; not again where activation checkpointing repeats the forward."""
         if site is None:
-            counts = self._count_pass(module.training, torch.is_grad_enabled(), object())
+            counts = self._during.count_forward(module.training, torch.is_grad_enabled(), object())
         else:
-            counts = not site.recompute and self._count_pass(site.training, site.gradients, site.step)
-        if not counts:
-            return
-        tensor = self._extracted(output)
+            counts = not site.recompute and self._during.count_forward(site.training, site.gradients, site.step)
+        tensor = self.extract(output) if counts else None
         if isinstance(tensor, Tensor):
-            self.tracker.update(self.component, tensor)
-        else:
-            self._note(lambda: _not_extracted(output, self.extract))
-
-    def _extracted(self, output: Any) -> Any:
-        """Return what the extractor finds; nothing where it raises, since whoever runs the model did not write it."""
-        try:
-            return self.extract(output)
-        except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                what = f"{type(error).__name__}: {error}"
-                text = f"Component {self.component!r} is passed over where its extractor raises; here it was {what}"
-                warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
-            return None
+            self._feed(tensor)
 
 
 class GradientFeeder(TrackerFeeder):
     """Feed a tracker with the gradient of a component's first output, or with ``of_input`` of its first input."""
 
-    def __init__(self, tracker: Any, component: str, during: Phases, *, of_input: bool = False) -> None:
-        super().__init__(tracker, component, during)
+    def __init__(self, tracker: Any, component: str, *, of_input: bool = False) -> None:
+        super().__init__(tracker, component)
         self.of_input = of_input
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """Count the gradient, as a backward hook."""
         grads = grad_input if self.of_input else grad_output
         grad = grads[0] if isinstance(grads, tuple) and grads else grads
-        if not isinstance(grad, Tensor):
-            self._note(lambda: _no_input_gradient(module, self.component) if self.of_input else _NO_OUTPUT_GRADIENT)
-        elif self._count_pass(module.training if site is None else site.training, True, object()):
+        training = module.training if site is None else site.training
+        if isinstance(grad, Tensor) and self._during.count_forward(training, True, object()):
             # One dimension is one sample; to the tracker it would be ready sizes, which are not negative.
-            self.tracker.update(self.component, grad.detach().abs() if grad.dim() == 1 else grad)
-
-
-# -- gradients of parameters -----------------------------------------------------------------------------------
+            self._feed(grad.detach().abs() if grad.dim() == 1 else grad)
 
 
 class ParameterFeeder(TrackerFeeder):
@@ -157,21 +113,19 @@ class ParameterFeeder(TrackerFeeder):
     Args:
         tracker: What the hook feeds.
         component: The name it does so under.
-        during: The phases that count.
         names: The parameters to count, by their names in the component; all of them if left out.
     """
 
-    def __init__(self, tracker: Any, component: str, during: Phases, names: Set[str] | None = None) -> None:
-        super().__init__(tracker, component, during)
+    def __init__(self, tracker: Any, component: str, names: Set[str] | None = None) -> None:
+        super().__init__(tracker, component)
         self.names = names
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """Count the gradients as they are accumulated by now, where it is attached as a plain backward hook."""
-        if self._count_pass(module.training if site is None else site.training, True, object()):
-            for name, owner, key in _parameters_in(module):
-                parameter = owner._parameters[key]
-                if parameter is not None and isinstance(parameter.grad, Tensor):
-                    self.tracker.update(self.component, f"{self.component}.{name}", parameter.grad)
+        for name, owner, key in _parameters_in(module):
+            parameter = owner._parameters[key]
+            if parameter is not None and isinstance(parameter.grad, Tensor):
+                self.take(name, parameter.grad, training=module.training if site is None else site.training)
 
     def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
         """Attach it to every parameter of ``module``, and to those that take their place later."""
@@ -179,13 +133,8 @@ class ParameterFeeder(TrackerFeeder):
 
     def take(self, name: str, gradient: Tensor, *, training: bool) -> None:
         """Count the gradient of the parameter ``name`` in the backward pass that is running."""
-        if self._count_pass(training, True, _torch.graph_task_id()):
-            self.tracker.update(self.component, f"{self.component}.{name}", gradient)
-
-    def note_without_parameters(self, are_frozen: bool) -> None:
-        """Note a call of the component that has no parameter to train."""
-        why = "none of its parameters requires a gradient" if are_frozen else "it has no parameters"
-        self._note(lambda: f"{why}; hook a component that is trained")
+        if self._during.count_forward(training, True, _torch.graph_task_id()):
+            self._feed(f"{self.component}.{name}", gradient)
 
 
 class _OnLeaves(HandleSet):
@@ -205,14 +154,9 @@ class _OnLeaves(HandleSet):
         # Parameters are looked up before each forward: FSDP, load_state_dict(assign=True) and a plain assignment put
         # others in their place, and lazy ones have no shape until then.
         self.add(attach(model, module, self._follow, on="forward_pre", observe=True, name="FisherInformationState"))
-        self._follow_all()
+        self._follow(module, ())
 
     def _follow(self, module: nn.Module, args: Any) -> None:
-        self._follow_all()
-        if not self._hooked:
-            self._feeder.note_without_parameters(bool(self._places))
-
-    def _follow_all(self) -> None:
         for name in self._places:
             parameter = self._parameter(name)
             if parameter is None or not parameter.requires_grad or not parameter.is_leaf or is_lazy(parameter):
@@ -223,8 +167,8 @@ class _OnLeaves(HandleSet):
             if before is None or before[0] != id(parameter) or not before[1].alive:
                 if before is not None:
                     before[1].remove()
-                hook = functools.partial(self._take, name)
-                self._hooked[name] = id(parameter), attach_tensor(parameter, hook, observe=True, name=name)
+                handle = attach_tensor(parameter, partial(self._take, name), observe=True, name=name)
+                self._hooked[name] = id(parameter), handle
 
     def _parameter(self, name: str) -> Tensor | None:
         owner, key = self._places[name]
@@ -261,32 +205,6 @@ def _parameters_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield (f"{path}.{key}" if path else key), owner, key
 
 
-# -- why a pass gave nothing, and what to do about it -----------------------------------------------------------
-
-_NO_OUTPUT_GRADIENT = "no gradient comes to its first output; hook a component whose first output the loss is made of"
-
-
-def _not_counted(during: During) -> str:
-    wanted, more = ", ".join(map(repr, sorted(during.phases))), during.in_words()
-    return f"every pass so far was outside of during=({wanted}){f' ({more})' if more else ''}; name other phases there"
-
-
-def _not_extracted(output: Any, extract: Callable[[Any], Any]) -> str:
-    return (
-        f"its output is {type_name(output)}, in which extractor={extract!r} finds no tensor; give extractor= the key "
-        "of one, or a function from the output to it"
-    )
-
-
-def _no_input_gradient(module: nn.Module, component: str) -> str:
-    relu = next((name for name, child in module.named_modules() if name and isinstance(child, nn.ReLU)), None)
-    inside = "" if relu is None else f", such as its ReLU ({component + '.' + relu!r} in PolicyAutoBuilder.of(policy))"
-    return (
-        "its first input needs no gradient (it is data, or detached), so none comes out of it; hook a module further "
-        f"in{inside}, or have the input require a gradient"
-    )
-
-
 # -- builders ---------------------------------------------------------------------------------------------------------
 
 HookBuilder: TypeAlias = Callable[[str, ComponentContext], Callable[[Any, tuple[Any, ...], Any], None] | None]
@@ -313,12 +231,8 @@ TRACKERS: Final[dict[str, type]] = {
 }
 """The class of each tracker by its key in ``context.model_metrics``, in the order of reports."""
 
-PhaseNames: TypeAlias = str | Iterable[str]
 
-
-def attach_relu_activation_hooks(
-    *, extractor: Any = "actor_hidden", unit_dim: int | None = None, during: PhaseNames = "train"
-) -> HookBuilder:
+def attach_relu_activation_hooks(*, extractor: Any = "actor_hidden", unit_dim: int | None = None) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is above zero.
 
     Recipe::
@@ -330,9 +244,8 @@ def attach_relu_activation_hooks(
     Args:
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
-        during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    return _builder("relu_activation_state", _activation_feeder(extractor), during, unit_dim=unit_dim)
+    return _builder("relu_activation_state", _activation_feeder(extractor), unit_dim=unit_dim)
 
 
 def attach_saturated_activation_hooks(
@@ -341,7 +254,6 @@ def attach_saturated_activation_hooks(
     saturation_threshold: float = 0.95,
     extractor: Any = "critic_1",
     unit_dim: int | None = None,
-    during: PhaseNames = "train",
 ) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is saturated.
 
@@ -356,20 +268,18 @@ def attach_saturated_activation_hooks(
         saturation_threshold: Where saturation begins, strictly between 0 and 1, for a sigmoid above 0.5; by component.
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
-        during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
     check_activation(activation)
     return _builder(
         f"saturated_activation_state_{activation}",
         _activation_feeder(extractor),
-        during,
         activation=activation,
         saturation_threshold=saturation_threshold,
         unit_dim=unit_dim,
     )
 
 
-def attach_fisher_information_hooks(*, beta: float = 0.95, during: PhaseNames = "train") -> BackwardHookBuilder:
+def attach_fisher_information_hooks(*, beta: float = 0.95) -> BackwardHookBuilder:
     """Make a builder of backward hooks that keep a running mean of the squared gradients of a component's parameters.
 
     Recipe::
@@ -386,14 +296,11 @@ def attach_fisher_information_hooks(*, beta: float = 0.95, during: PhaseNames = 
 
     Args:
         beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
-        during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    return _builder("fisher_information_state", ParameterFeeder, during, beta=beta)
+    return _builder("fisher_information_state", ParameterFeeder, beta=beta)
 
 
-def attach_gradient_flow_hooks(
-    *, beta: float = 0.95, unit_dim: int | None = None, during: PhaseNames = "train"
-) -> BackwardHookBuilder:
+def attach_gradient_flow_hooks(*, beta: float = 0.95, unit_dim: int | None = None) -> BackwardHookBuilder:
     """Make a builder of backward hooks that keep a running mean of the size of the gradient at each unit.
 
     Recipe::
@@ -407,14 +314,11 @@ def attach_gradient_flow_hooks(
     Args:
         beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
-        during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    return _builder("gradient_flow_state", GradientFeeder, during, beta=beta, unit_dim=unit_dim)
+    return _builder("gradient_flow_state", GradientFeeder, beta=beta, unit_dim=unit_dim)
 
 
-def attach_relu_gradient_flow_hooks(
-    *, unit_dim: int | None = None, during: PhaseNames = "train"
-) -> BackwardHookBuilder:
+def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None) -> BackwardHookBuilder:
     """Make a builder of backward hooks that count how often a gradient leaves each unit of a ReLU.
 
     Recipe::
@@ -428,23 +332,20 @@ def attach_relu_gradient_flow_hooks(
 
     Args:
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
-        during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    return _builder("relu_gradient_flow_state", partial(GradientFeeder, of_input=True), during, unit_dim=unit_dim)
+    return _builder("relu_gradient_flow_state", partial(GradientFeeder, of_input=True), unit_dim=unit_dim)
 
 
-def _builder(
-    key: str, feeder: Callable[..., Any], during: PhaseNames, **options: Any
-) -> Callable[[str, ComponentContext], Any]:
+def _builder(key: str, feeder: Callable[..., Any], **options: Any) -> Callable[[str, ComponentContext], Any]:
     """Return a builder of hooks that feed the tracker under ``key``; for a component that has one it returns None."""
-    phases, kind = validate_phases(during), TRACKERS[key]
+    kind = TRACKERS[key]
     kind(**options)  # checks them
 
     def builder(component: str, context: ComponentContext) -> Any:
         tracker: Any = context.model_metrics.get(key)
         if not isinstance(tracker, kind):
             tracker = context.model_metrics[key] = kind(**options)
-        hook = feeder(tracker, component, phases)
+        hook = feeder(tracker, component)
         if hook is None or not tracker.begin_feeding(component):
             return None
         tracker.register_component(component, **options)
@@ -454,10 +355,10 @@ def _builder(
 
 
 def _activation_feeder(spec: Any) -> Callable[..., ActivationFeeder | None]:
-    def feeder(tracker: Any, component: str, phases: Phases) -> ActivationFeeder | None:
+    def feeder(tracker: Any, component: str) -> ActivationFeeder | None:
         extract = build_extractor(spec)
         if extract is not None:
-            return ActivationFeeder(tracker, component, phases, extract)
+            return ActivationFeeder(tracker, component, extract)
         text = f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its output"
         warnings.warn(f"{text}, got {spec!r}.", HooklineWarning, stacklevel=3)
         return None
@@ -478,35 +379,23 @@ def build_extractor(spec: Any) -> Callable[[Any], Any] | None:
         hookline.metta.build_extractor(lambda output: output[0])((x, state))  # x
 
     Args:
-        spec: A function, which is used as it is (if it raises in a tracker's hook, there is one warning, and the output
-            is not counted); or a key: it looks into a dict, a TensorDict or whatever else has keys and values, and
-            finds nothing (None) if the key is missing, or in other outputs. Keys of nested TensorDicts are tuples.
+        spec: A function, which is used as it is; or a key: it looks into a dict, a TensorDict or whatever else has keys
+            and values, and finds nothing (None) if the key is missing, or in other outputs. Keys of nested TensorDicts
+            are tuples.
     """
     if callable(spec):
         return cast("Callable[[Any], Any]", spec)
     if isinstance(spec, str) or (isinstance(spec, tuple) and spec and all(isinstance(part, str) for part in spec)):
-        return _KeyExtractor(spec)
+        return partial(_value_of, spec)
     return None
 
 
-class _KeyExtractor:
-    """Look a key up."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, key: str | tuple[str, ...]) -> None:
-        self._key = key
-
-    def __call__(self, output: Any) -> Tensor | None:
-        if isinstance(output, Tensor):
-            return output
-        if not (isinstance(output, Mapping) or hasattr(type(output), "keys")):
-            return None
-        try:
-            found = output[self._key]
-        except (LookupError, TypeError, ValueError):
-            return None
-        return found if isinstance(found, Tensor) else None
-
-    def __repr__(self) -> str:
-        return repr(self._key)
+def _value_of(key: Any, output: Any) -> Tensor | None:
+    """Return the tensor under ``key`` in ``output``, or ``output`` itself if it is one; None if there is none."""
+    if isinstance(output, Tensor):
+        return output
+    try:
+        found = output[key] if isinstance(output, Mapping) or hasattr(type(output), "keys") else None
+    except (LookupError, TypeError, ValueError):
+        return None
+    return found if isinstance(found, Tensor) else None

@@ -7,8 +7,7 @@ trackers for builders and `StatsReporter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -65,52 +64,42 @@ class PolicyAutoBuilder(nn.Module):
         forward: What a call does, if not one component after the other: ``forward(components, *args, **kwargs)``.
     """
 
-    model: nn.Module
-    """Of a policy that was made by ``of``: the model."""
-    _is_whole = False
-
     def __init__(self, components: Mapping[str, nn.Module], *, forward: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self._run = forward
-        self._names: list[str] = []
-        for name, module in _checked(components).items():
+        if not isinstance(components, Mapping | nn.ModuleDict):
+            raise OptionError(
+                f"PolicyAutoBuilder takes modules by name, got {type_name(components)}; for a whole model write "
+                "PolicyAutoBuilder.of(model)."
+            )
+        for name, module in components.items():
             try:
                 self.add_module(name, module)
             except (KeyError, TypeError) as error:
                 raise OptionError(
-                    f"A component cannot be called {name!r}: {error.args[0]}. For modules by their dotted names write "
+                    f"Component {name!r} cannot be added: {error.args[0]}. For modules by their dotted names write "
                     "PolicyAutoBuilder.of(model)."
                 ) from None
-        self._names += self._modules
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
+    @staticmethod
+    def of(model: nn.Module) -> PolicyAutoBuilder:
         """Return a policy of any model: its components are all modules, by their dotted names without wrappers.
 
-        The policy has the model as its child ``model`` and calls it; hooks fire whichever of the two is called. In a
-        subclass, its own ``__init__`` is not run.
+        The policy has the model as its child ``model`` and calls it; hooks fire whichever of the two is called.
         """
-        policy = cls.__new__(cls)  # a subclass may have other arguments
-        PolicyAutoBuilder.__init__(policy, {})
-        policy._is_whole = True
-        policy.add_module("model", model)
-        return policy
+        return _WholeModel(model)
 
     @property
-    def components(self) -> Mapping[str, nn.Module]:
+    def components(self) -> dict[str, nn.Module]:
         """Return the components by name as they are by now: a module replaced in the policy is replaced here too.
 
         To replace one, set it where it lives: ``policy.head = module``, or in the model.
         """
-        if self._is_whole:
-            return MappingProxyType({name: module for name, module in clean_modules(self.model) if name})
-        return MappingProxyType(self._children())
+        return {name: module for name, module in self._modules.items() if module is not None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the components in order, each on the output of the one before; or call ``forward=``."""
-        if self._is_whole:
-            return self.model(*args, **kwargs)
-        modules = self._children()
+        modules = self.components
         if self._run is not None:
             return self._run(modules, *args, **kwargs)
         if not modules:
@@ -147,25 +136,33 @@ class PolicyAutoBuilder(nn.Module):
             near = nearest_names(str(name), self.components, n=3)
             hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise NoMatchError(f"Component '{name}' not found in policy.{hint}")
-        around = unwrap(self.model) if self._is_whole else self  # whose forwards count: it may be called by itself
+        root = self._root()
         if kind == "backward" and isinstance(hook, AttachesItself):
-            return hook.attach_to(around, module)
-        return attach(around, module, hook, on=kind, observe=True, name=f"{hook_name(hook)} of {name!r}")
+            return hook.attach_to(root, module)
+        return attach(root, module, hook, on=kind, observe=True, name=f"{hook_name(hook)} of {name!r}")
 
-    def _children(self) -> dict[str, nn.Module]:
-        """Return the components that are children, as they are by now; plain, since compiled code runs this."""
-        found = [(name, self._modules.get(name)) for name in self._names]  # one that was deleted may come back
-        return {name: module for name, module in found if module is not None}
+    def _root(self) -> nn.Module:
+        """Return the module whose forwards count."""
+        return self
 
 
-def _checked(components: Any) -> Mapping[str, nn.Module]:
-    if isinstance(components, nn.Module) and not isinstance(components, nn.ModuleDict):
-        raise OptionError(
-            f"PolicyAutoBuilder takes modules by name, got {type_name(components)}; for a whole model write "
-            "PolicyAutoBuilder.of(model)."
-        )
-    found: dict[Any, Any] = dict(components.items() if hasattr(components, "items") else components)
-    for name, module in found.items():
-        if not isinstance(module, nn.Module):
-            raise OptionError(f"Component {name!r} has to be an nn.Module, got {type_name(module)}.")
-    return found
+class _WholeModel(PolicyAutoBuilder):
+    """Take all modules of one model as components."""
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__({})
+        self.add_module("model", model)
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        """Return all modules of the model by their dotted names."""
+        return {name: module for name, module in clean_modules(self.model) if name}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def _root(self) -> nn.Module:
+        return unwrap(self.model)  # it may be called by itself

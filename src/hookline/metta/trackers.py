@@ -1,7 +1,7 @@
 """Track activations and gradients of components: the protocol `Tracker`, and Metta's five trackers.
 
-The hooks of ``feeders`` call ``update``; `StatsReporter` and the analyses read and reset. Numbers stay on the device of
-the tensors until ``to_metrics`` fetches them at once.
+The hooks of ``builders`` call ``update``; `StatsReporter` and the analyses read and reset. Numbers stay on the device
+of the tensors until ``to_metrics`` fetches them at once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import numbers
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.messages import caller_stacklevel
 from hookline.observe.host_values import countable, fetch, outside_inference, unit_axis
 
 __all__ = [
@@ -77,7 +76,7 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"Unsupported activation '{activation}'. Expected 'tanh' or 'sigmoid'.")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Hold the checked options of one component; each tracker reads those that concern it."""
 
@@ -90,13 +89,11 @@ class Options:
 
     def __post_init__(self) -> None:
         check_activation(self.activation)
-        if self.unit_dim is not None:
-            if not isinstance(self.unit_dim, numbers.Integral) or isinstance(self.unit_dim, bool):
-                raise OptionError(f"unit_dim= is the number of a dimension or None, got {self.unit_dim!r}.")
-            self.unit_dim = int(self.unit_dim)
-        beta, threshold = as_number(self.beta), as_number(self.saturation_threshold)
-        if not 0 <= beta < 1:
+        if self.unit_dim is not None and type(self.unit_dim) is not int:
+            raise OptionError(f"unit_dim= is the number of a dimension or None, got {self.unit_dim!r}.")
+        if not 0 <= as_number(self.beta) < 1:
             raise OptionError(f"beta= must be at least 0 and less than 1, got {self.beta!r}.")
+        threshold = as_number(self.saturation_threshold)
         if not 0 < threshold < 1:
             raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {self.saturation_threshold!r}.")
         if self.activation == "sigmoid" and threshold <= 0.5:
@@ -104,7 +101,6 @@ class Options:
                 f"saturation_threshold= of a sigmoid must be above 0.5, got {self.saturation_threshold!r}: what is "
                 "above it or below one minus it is saturated, which would be everything."
             )
-        self.beta, self.saturation_threshold = beta, threshold
 
 
 class ComponentTracker:
@@ -117,10 +113,8 @@ class ComponentTracker:
         """By component: its state, in plain tensors and numbers."""
         self._fed: set[str] = set()
         """The components that have a hook."""
-        self._reasons: dict[str, str] = {}
-        """By component that has given nothing: why its passes were not counted."""
-        self._settled: set[str] = set()
-        """The components that have given something, or of which was warned."""
+        self._warned: set[str] = set()
+        """The components whose tensor does not have the dimension asked for."""
 
     def register_component(self, component: str, **options: Any) -> None:
         """Register ``component`` with options of its own; one that is known keeps those that it has.
@@ -135,19 +129,11 @@ class ComponentTracker:
         """Return whether ``component`` is registered."""
         return component in self._known
 
-    def forget_component(self, component: str) -> None:
-        """Drop ``component``, its options and its counts, so that it may be registered anew."""
-        with _LOCK:
-            self._known.pop(component, None)
-            self._kept.pop(component, None)
-            self._fed.discard(component)
-
     def begin_feeding(self, component: str) -> bool:
         """Note that a hook feeds ``component``; return False if one does already."""
-        if component in self._fed:
-            return False
+        is_new = component not in self._fed
         self._fed.add(component)
-        return True
+        return is_new
 
     def end_feeding(self, component: str) -> None:
         """Note that the hook that feeds ``component`` is off; what was counted stays."""
@@ -170,66 +156,29 @@ class ComponentTracker:
 
     def load_counted(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``counted`` gave."""
-        self.reset()
-        for name, kept in state.items():
-            self.register_component(name)  # the model may not have been searched yet
-            self._kept[name] = copy.deepcopy(kept)
-
-    # -- components that give nothing ----------------------------------------------------------------------------
-
-    def note_nothing(self, component: str, why: Callable[[], str]) -> None:
-        """Note a pass that gave nothing to count; keep the reason, unless something has been counted before."""
-        if component not in self._settled:
-            self._reasons[component] = why()
-
-    def warn_if_silent(self) -> None:
-        """Warn, once for each, of the components that had passes and gave nothing to count."""
-        for component, why in self._reasons.items():
-            text = f"Component {component!r} gives {type(self).__name__} nothing: {why}."
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
-        self._settled.update(self._reasons)
-        self._reasons.clear()
-
-    # -- for the trackers ----------------------------------------------------------------------------------------
-
-    def _keep(self, component: str, state: Any) -> None:
-        self._kept[component] = state
-        self._settled.add(component)
-        self._reasons.pop(component, None)
-
-    def _states(self) -> Iterator[tuple[str, Any]]:
-        """Yield each component that has a state, in the order they were registered."""
-        return ((component, self._kept[component]) for component in self._known if component in self._kept)
+        with _LOCK:
+            self._kept = copy.deepcopy(dict(state))
 
     def _options(self, component: str) -> Options:
         """Return the options of ``component``, and register it if it was not."""
-        return self._known.get(component) or self._known.setdefault(component, self._defaults)
+        return self._known.setdefault(component, self._defaults)
 
     def _readable(self, component: str, value: Any) -> tuple[Tensor, int, Options] | None:
         """Return the tensor to count, the dimension of its units, and the options; None if it cannot be counted."""
         options, seen = self._options(component), countable(value)
-        if seen is None:
-            if isinstance(value, Tensor):
-                self.note_nothing(component, lambda: _NOT_COUNTABLE.format(value.dtype, tuple(value.shape)))
-            return None
-        axis = unit_axis(seen, options.unit_dim)
-        if axis is None and seen.dim() and component not in self._settled:
-            self._settled.add(component)
+        axis = None if seen is None else unit_axis(seen, options.unit_dim)
+        if seen is not None and seen.dim() and axis is None and component not in self._warned:
+            self._warned.add(component)
             warnings.warn(
                 f"{type(self).__name__} passes over {component!r}: unit_dim={options.unit_dim}, but its tensor has the "
                 f"shape {tuple(seen.shape)}.",
                 HooklineWarning,
                 stacklevel=2,
             )
-        return None if axis is None or not seen.numel() else (seen, axis, options)
+        return None if seen is None or axis is None or not seen.numel() else (seen, axis, options)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(self._known) or 'no component yet'}>"
-
-
-_NOT_COUNTABLE: Final = (
-    "what came by ({}, shape {}) has no real numbers to count; hook a component that gives out floating-point numbers"
-)
 
 
 def _widened(so_far: Tensor | None, new: Tensor) -> Tensor:
@@ -255,6 +204,12 @@ class _CountingTracker(ComponentTracker):
     units: shapes are known without asking the device.
     """
 
+    _prefix: ClassVar[str]
+    """What the name of a unit's metric begins with."""
+
+    def __init__(self, *, unit_dim: int | None = None) -> None:
+        super().__init__(unit_dim=unit_dim)
+
     def update(self, component: str, tensor: Tensor) -> None:
         """Count one tensor; do nothing with one that cannot be counted (see `countable`)."""
         found = self._readable(component, tensor)
@@ -264,37 +219,38 @@ class _CountingTracker(ComponentTracker):
         others = [dim for dim in range(seen.dim()) if dim != axis]
         with _LOCK, outside_inference():
             is_hit = self._is_hit(seen, options)
-            # In 32 bits, where they suffice, a sum on the CPU takes three quarters of the time.
-            dtype = torch.int32 if is_hit.numel() < 2**31 else torch.int64
-            new = is_hit.sum(dim=others, dtype=dtype).long() if others else is_hit.long()
-            counts = self._kept.get(component, {"hits": None, "samples": {}})
+            new = is_hit.sum(dim=others) if others else is_hit.long()
+            counts = self._kept.setdefault(component, {"hits": None, "samples": {}})
             hits, samples, width = _widened(counts["hits"], new), counts["samples"], str(new.numel())
             hits[: new.numel()] += new
             samples[width] = samples.get(width, 0) + seen.numel() // seen.shape[axis]
-            self._keep(component, {"hits": hits, "samples": samples})
+            counts["hits"] = hits
 
     def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         """Return a tensor of bools: true where there is something to count."""
         raise NotImplementedError
 
-    def _results(self) -> Iterator[_UnitCount]:
-        """Yield the counts of every component, with one transfer for all of them."""
+    def to_metrics(self) -> dict[str, float]:
+        """Return, for every unit seen since the last reset, the share of samples that were hits."""
+        return self._fractions(self._prefix, self._results())
+
+    def _results(self) -> list[_UnitCount]:
+        """Return the counts of every component, with one transfer for all of them."""
         with _LOCK:
-            states = list(self._states())
-            hits = fetch(counts["hits"] for _, counts in states)
-            samples = [{int(width): count for width, count in counts["samples"].items()} for _, counts in states]
-        for (component, _), found, by_width in zip(states, hits, samples, strict=True):
-            totals = [sum(n for width, n in by_width.items() if width > unit) for unit in range(len(found))]
-            yield component, found, totals
+            hits = fetch(counts["hits"] for counts in self._kept.values())
+            samples = [{int(width): count for width, count in c["samples"].items()} for c in self._kept.values()]
+            return [
+                (component, found, [sum(n for width, n in by_width.items() if width > at) for at in range(len(found))])
+                for component, found, by_width in zip(self._kept, hits, samples, strict=True)
+            ]
 
-
-def _fractions(prefix: str, results: Iterable[_UnitCount]) -> dict[str, float]:
-    """Return ``{prefix}/{component}/{unit}``: the share of samples that were hits."""
-    return {
-        f"{prefix}/{component}/{unit}": hit / total
-        for component, hits, totals in results
-        for unit, (hit, total) in enumerate(zip(hits, totals, strict=True))
-    }
+    @staticmethod
+    def _fractions(prefix: str, results: list[_UnitCount]) -> dict[str, float]:
+        return {
+            f"{prefix}/{component}/{unit}": hit / total
+            for component, hits, totals in results
+            for unit, (hit, total) in enumerate(zip(hits, totals, strict=True))
+        }
 
 
 class ReLUActivationState(_CountingTracker):
@@ -311,12 +267,7 @@ class ReLUActivationState(_CountingTracker):
             the channels of (N, C, H, W); everything else is samples. One dimension alone is one sample.
     """
 
-    def __init__(self, *, unit_dim: int | None = None) -> None:
-        super().__init__(unit_dim=unit_dim)
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return ``activations/relu/{component}/{unit}`` for every unit seen since the last reset."""
-        return _fractions("activations/relu", self._results())
+    _prefix = "activations/relu"
 
     def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         return tensor > 0
@@ -342,13 +293,10 @@ class SaturatedActivationState(_CountingTracker):
     """
 
     def __init__(self, activation: str, saturation_threshold: float = 0.95, *, unit_dim: int | None = None) -> None:
-        super().__init__(activation=activation, saturation_threshold=saturation_threshold, unit_dim=unit_dim)
-        self.activation = activation
-
-    @property
-    def saturation_threshold(self) -> float:
-        """Return the threshold of components that were not given one of their own."""
-        return self._defaults.saturation_threshold
+        ComponentTracker.__init__(
+            self, activation=activation, saturation_threshold=saturation_threshold, unit_dim=unit_dim
+        )
+        self.activation, self.saturation_threshold = activation, saturation_threshold
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``activations/{activation}/saturated_fraction/{component}/{unit}``, and sums under ``…/saturation/``.
@@ -357,30 +305,26 @@ class SaturatedActivationState(_CountingTracker):
         and once for all. A neuron counts there once per sample.
         """
         prefix = f"activations/{self.activation}"
-        results = list(self._results())
-        metrics = _fractions(f"{prefix}/saturated_fraction", results)
-        saturated, seen = 0, 0
-        for component, hits, totals in results:
-            metrics |= _saturation(f"{prefix}/saturation/{component}", sum(hits), sum(totals))
-            saturated, seen = saturated + sum(hits), seen + sum(totals)
-        return metrics | _saturation(f"{prefix}/saturation", saturated, seen) if seen else metrics
+        results = self._results()
+        metrics = self._fractions(f"{prefix}/saturated_fraction", results)
+        sums = {f"/{component}": (sum(hits), sum(totals)) for component, hits, totals in results}
+        everything = {"": tuple(map(sum, zip(*sums.values(), strict=True)))} if sums else {}
+        for where, (saturated, seen) in (sums | everything).items():
+            fraction = saturated / seen
+            metrics |= {
+                f"{prefix}/saturation{where}/total_neurons": float(seen),
+                f"{prefix}/saturation{where}/saturated_neurons": float(saturated),
+                f"{prefix}/saturation{where}/fraction": fraction,
+                f"{prefix}/saturation{where}/active_fraction": 1.0 - fraction,
+            }
+        return metrics
 
     def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         high = options.saturation_threshold
         if self.activation == "tanh":
             return tensor.abs() > high
-        low = float(1 - Decimal(repr(high)))  # 1 - 0.95 is 0.05000000000000004, which 0.05 in float64 would be below
+        low = float(1 - Decimal(str(high)))  # 1 - 0.95 is 0.05000000000000004, which 0.05 in float64 would be below
         return (tensor < low) | (tensor > high)
-
-
-def _saturation(prefix: str, saturated: int, total: int) -> dict[str, float]:
-    fraction = saturated / total
-    return {
-        f"{prefix}/total_neurons": float(total),
-        f"{prefix}/saturated_neurons": float(saturated),
-        f"{prefix}/fraction": fraction,
-        f"{prefix}/active_fraction": 1.0 - fraction,
-    }
 
 
 class ReLUGradientFlowState(_CountingTracker):
@@ -396,12 +340,7 @@ class ReLUGradientFlowState(_CountingTracker):
         unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
     """
 
-    def __init__(self, *, unit_dim: int | None = None) -> None:
-        super().__init__(unit_dim=unit_dim)
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return ``gradient_flow/relu/{component}/{unit}`` for every unit seen since the last reset."""
-        return _fractions("gradient_flow/relu", self._results())
+    _prefix = "gradient_flow/relu"
 
     def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         # 1e-8 is zero in float16, whose smallest number is 6e-8: there, whatever is not zero passes.
@@ -411,16 +350,7 @@ class ReLUGradientFlowState(_CountingTracker):
 # -- running means ---------------------------------------------------------------------------------------------
 
 
-class _MeanTracker(ComponentTracker):
-    """Keep running means; each component may have a ``beta`` of its own."""
-
-    @property
-    def beta(self) -> float:
-        """Return the beta of components that were not given one of their own."""
-        return self._defaults.beta
-
-
-class GradientFlowState(_MeanTracker):
+class GradientFlowState(ComponentTracker):
     """Keep, by unit, a running mean of the size of its gradient: ``G = beta * G + (1 - beta) * n``, from zero.
 
     Recipe::
@@ -441,6 +371,7 @@ class GradientFlowState(_MeanTracker):
 
     def __init__(self, beta: float = 0.95, *, unit_dim: int | None = None) -> None:
         super().__init__(beta=beta, unit_dim=unit_dim)
+        self.beta = beta
 
     def update(self, component: str, tensor: Tensor) -> None:
         """Add sizes by unit, if ``tensor`` has one dimension; a gradient, if it has more."""
@@ -452,7 +383,7 @@ class GradientFlowState(_MeanTracker):
             sizes = _sizes_by_unit(seen if seen.itemsize >= 4 else seen.float(), axis)
             mean = _widened(self._kept.get(component), sizes)
             mean[: sizes.numel()].mul_(options.beta).add_(sizes, alpha=1 - options.beta)
-            self._keep(component, mean)
+            self._kept[component] = mean
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``gradient_flow/{component}/`` with ``mean``, ``unit_{unit}`` where not blocked, and two fractions.
@@ -460,8 +391,7 @@ class GradientFlowState(_MeanTracker):
         ``blocked_fraction`` is the share of units below 1e-8, ``active_fraction`` the rest.
         """
         with _LOCK:
-            states = dict(self._states())
-            numbers = zip(states, fetch(states.values()), strict=True)
+            numbers = zip(list(self._kept), fetch(self._kept.values()), strict=True)
         metrics: dict[str, float] = {}
         for component, sizes in numbers:
             prefix = f"gradient_flow/{component}"
@@ -484,7 +414,7 @@ def _sizes_by_unit(gradient: Tensor, axis: int) -> Tensor:
     return rows.square().mean(0).sqrt()
 
 
-class FisherInformationState(_MeanTracker):
+class FisherInformationState(ComponentTracker):
     """Keep, by parameter, the running mean of the squared gradient: ``F = beta * F + (1 - beta) * g²``, from zero.
 
     Recipe::
@@ -502,6 +432,7 @@ class FisherInformationState(_MeanTracker):
 
     def __init__(self, beta: float = 0.95) -> None:
         super().__init__(beta=beta)
+        self.beta = beta
 
     def update(self, component: str, parameter: str | Tensor, gradient: Tensor | None = None) -> None:
         """Add the gradient of one parameter; without a name, of the component's ``weight``."""
@@ -509,16 +440,14 @@ class FisherInformationState(_MeanTracker):
         seen = countable(value)
         beta = self._options(component).beta
         if seen is None or not seen.numel():
-            self.note_nothing(component, lambda: _NO_NUMBERS)
             return
         with _LOCK, outside_inference():
-            means = self._kept.get(component, {})
+            means = self._kept.setdefault(component, {})
             mean = means.get(name)
             if seen.itemsize < 4:
                 seen = seen.float()
             mean = torch.zeros_like(seen) if mean is None or mean.shape != seen.shape else mean.to(seen.device)
             means[name] = mean.mul_(beta).addcmul_(seen, seen, value=1 - beta)
-            self._keep(component, means)
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``fisher_info/{component}/{parameter}/`` with ``mean``, ``trace`` (the sum), ``max`` and ``dead``.
@@ -527,7 +456,7 @@ class FisherInformationState(_MeanTracker):
         ``fisher_info/{component}/dead_count`` and ``dead_fraction``; one without does not.
         """
         with _LOCK:
-            rows = [(name, key, mean) for name, means in self._states() for key, mean in means.items()]
+            rows = [(name, key, mean) for name, means in self._kept.items() for key, mean in means.items()]
             numbers = fetch(torch.stack([mean.mean(), mean.sum(), mean.max()]) for _, _, mean in rows)
         metrics: dict[str, float] = {}
         dead: Counter[str] = Counter()
@@ -542,8 +471,3 @@ class FisherInformationState(_MeanTracker):
             metrics[f"fisher_info/{component}/dead_fraction"] = count / of[component]
             metrics[f"fisher_info/{component}/dead_count"] = float(count)
         return metrics
-
-
-_NO_NUMBERS: Final = (
-    "the gradients of its parameters have no real numbers to count; hook a component with floating-point ones"
-)

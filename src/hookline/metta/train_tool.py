@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.builders import TRACKERS, TrackerFeeder
 from hookline.metta.components import ComponentContext, PolicyAutoBuilder
-from hookline.metta.trackers import ComponentTracker, as_number, check_activation
+from hookline.metta.trackers import as_number, check_activation
 from hookline.observe.host_values import fetch
 from hookline.sites import _torch
-from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, unwrap
-from hookline.tables import Table, number_text
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop
 
@@ -65,8 +60,12 @@ def compute_dead_neuron_stats(policy: nn.Module, threshold: float = 1e-6) -> dic
         is no linear layer.
     """
     _check_threshold("threshold", threshold)
-    marked = _by_layer(policy, lambda layer: _mean_weights(layer) < threshold)
-    return _fractions("weights/dead_neurons", "weights/dead_neurons", "dead_neurons", marked)
+
+    def is_dead(layer: nn.Linear) -> Tensor:
+        weight: Tensor = _torch.local_tensor(layer.weight)
+        return weight.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().mean(1) < threshold  # (units,)
+
+    return _neuron_shares(policy, is_dead, "weights/dead_neurons", "weights/dead_neurons", "dead_neurons")
 
 
 def compute_saturated_activation_stats(
@@ -94,47 +93,35 @@ def compute_saturated_activation_stats(
     check_activation(activation)
     _check_threshold("derivative_threshold", derivative_threshold)
     prefix = f"activations/{activation}"
-    marked = _by_layer(policy, lambda layer: _slope(activation, _bias(layer)) < derivative_threshold)
-    return _fractions(f"{prefix}/saturated_fraction", f"{prefix}/saturation", "saturated_neurons", marked)
+
+    def is_saturated(layer: nn.Linear) -> Tensor:
+        bias: Any = torch.zeros(layer.out_features) if layer.bias is None else _torch.local_tensor(layer.bias)
+        x = bias.float()
+        slope = 1 - x.tanh().square() if activation == "tanh" else x.sigmoid() * (1 - x.sigmoid())
+        return cast("Tensor", slope < derivative_threshold)
+
+    return _neuron_shares(
+        policy, is_saturated, f"{prefix}/saturated_fraction", f"{prefix}/saturation", "saturated_neurons"
+    )
 
 
-def _by_layer(policy: nn.Module, marks: Callable[[nn.Linear], Tensor]) -> dict[str, tuple[int, int]]:
-    """Return, by layer, how many neurons are marked, and how many there are."""
-    with torch.no_grad():
-        marked = {name: marks(layer) for name, layer in _linear_layers(policy)}
-        counts = fetch(mark.sum() for mark in marked.values())
-    return {name: (count, mark.numel()) for (name, mark), (count,) in zip(marked.items(), counts, strict=True)}
-
-
-def _fractions(by_layer: str, altogether: str, noun: str, marked: dict[str, tuple[int, int]]) -> dict[str, float]:
+@torch.no_grad()
+def _neuron_shares(
+    policy: nn.Module, marks: Callable[[nn.Linear], Tensor], by_layer: str, altogether: str, noun: str
+) -> dict[str, float]:
+    """Return the share of marked neurons in each linear layer and over all, by names that begin with these."""
+    marked = {
+        name.replace(".", "/") or "root": marks(layer)
+        for name, layer in clean_modules(policy)
+        if isinstance(layer, nn.Linear) and not is_lazy(layer.weight) and layer.weight.numel()
+    }
     if not marked:
         return {}
-    metrics = {f"{by_layer}/{name.replace('.', '/') or 'root'}": hits / total for name, (hits, total) in marked.items()}
-    hits, total = (sum(column) for column in zip(*marked.values(), strict=True))
+    counts = {name: count for name, (count,) in zip(marked, fetch(m.sum() for m in marked.values()), strict=True)}
+    metrics = {f"{by_layer}/{name}": count / marked[name].numel() for name, count in counts.items()}
+    hits, total = sum(counts.values()), sum(mark.numel() for mark in marked.values())
     metrics |= {f"{altogether}/total_neurons": float(total), f"{altogether}/{noun}": float(hits)}
     return metrics | {f"{altogether}/fraction": hits / total, f"{altogether}/active_fraction": 1.0 - hits / total}
-
-
-def _linear_layers(policy: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in clean_modules(policy):
-        if isinstance(module, nn.Linear) and not is_lazy(module.weight) and module.weight.numel():
-            yield name, module
-
-
-def _mean_weights(layer: nn.Linear) -> Tensor:
-    weight: Tensor = _torch.local_tensor(layer.weight)
-    return weight.detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().mean(1)  # (units,)
-
-
-def _bias(layer: nn.Linear) -> Tensor:
-    if layer.bias is None:
-        return layer.weight.new_zeros(layer.out_features, dtype=torch.float32)
-    bias: Tensor = _torch.local_tensor(layer.bias)
-    return bias.detach().float()
-
-
-def _slope(activation: str, x: Tensor) -> Tensor:
-    return 1 - x.tanh().square() if activation == "tanh" else x.sigmoid() * (1 - x.sigmoid())
 
 
 def _check_threshold(name: str, value: float) -> None:
@@ -144,8 +131,6 @@ def _check_threshold(name: str, value: float) -> None:
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
-_BATCH_SIZE: Final = 32
-_LEARNING_RATE: Final = 1e-3
 logger = logging.getLogger(__name__)
 
 
@@ -174,7 +159,6 @@ class StatsReporter:
     ) -> None:
         self.context, self.policy, self.sinks = context, policy, list(sinks)
         self._epoch = -1
-        self._logged: set[str] = set()
 
     def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
         """Collect, emit and reset; return the metrics.
@@ -182,53 +166,30 @@ class StatsReporter:
         The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
         in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
 
-        Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and the others go
-        on; one that could not be collected is not reset. A sink that raises is logged, and the others get theirs.
-
-        Of a component that passes came through and that has given its tracker nothing, one warning says why.
+        Trackers are reset when every sink has had its turn. A sink that raises is logged, and the others get theirs.
 
         Args:
             epoch: Its number; one more than the last if left out.
         """
         self._epoch = self._epoch + 1 if epoch is None else epoch
-        metrics: dict[str, float] = {}
-        if self.policy is not None:
-            metrics |= self._try("'policy' could not be read", compute_dead_neuron_stats, self.policy) or {}
-        collected = {}
-        for key, tracker in list(self._trackers()):
-            if isinstance(tracker, ComponentTracker):
-                tracker.warn_if_silent()
-            found = self._try(f"{key!r} could not be read", tracker.to_metrics)
-            if found is not None:
-                metrics |= found
-                collected[key] = tracker
+        metrics = {} if self.policy is None else compute_dead_neuron_stats(self.policy)
+        trackers = list(self._trackers())
+        for tracker in trackers:
+            metrics |= tracker.to_metrics()
         for sink in self.sinks:
             try:
                 sink.emit(dict(metrics), self._epoch, "POST_EPOCH")
             except Exception:
                 logger.exception("%s could not take the metrics of epoch %d", type(sink).__name__, self._epoch)
-        for key, tracker in collected.items():
-            self._try(f"{key!r} could not be reset", tracker.reset)
+        for tracker in trackers:
+            tracker.reset()
         return metrics
 
-    def _trackers(self) -> Iterator[tuple[str, Any]]:
+    def _trackers(self) -> Iterator[Any]:
         states = self.context.model_metrics
-        for key, kind in TRACKERS.items():
-            if isinstance(states.get(key), kind):
-                yield key, states[key]
-        for key, state in states.items():
-            if key not in TRACKERS and callable(getattr(state, "to_metrics", None)) and hasattr(state, "reset"):
-                yield key, state
-
-    def _try(self, failure: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Call ``call``; log what it raises, once: what fails at the end of one epoch fails at the end of all."""
-        try:
-            return call(*args)
-        except Exception:
-            if failure not in self._logged:
-                self._logged.add(failure)
-                logger.exception("%s at the end of epoch %d; the others go on", failure, self._epoch)
-            return None
+        yield from (states[key] for key, kind in TRACKERS.items() if isinstance(states.get(key), kind))
+        others = (state for key, state in states.items() if key not in TRACKERS)
+        yield from (state for state in others if hasattr(state, "to_metrics") and hasattr(state, "reset"))
 
 
 class Trainer(Experiment):
@@ -244,44 +205,36 @@ class Trainer(Experiment):
 
     Args:
         policy: The model.
-        data: Batches, or a `Dataset`, which is shuffled and cut into batches of 32.
+        data: Batches: a list of them, or a `DataLoader`.
         loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
-        optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
+        optimizer: One for the policy's parameters; AdamW if left out.
         sinks: Where the metrics of trackers go, epoch by epoch.
-        on_epoch_end: Called after the trackers have been reported.
         others: As for `Experiment`.
     """
 
     def __init__(
         self,
         policy: nn.Module,
-        data: Iterable[Any] | Dataset[Any],
+        data: Iterable[Any],
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         *,
-        optimizer: Optimizer | Callable[[Iterable[Tensor]], Optimizer] | None = None,
+        optimizer: Optimizer | None = None,
         sinks: Iterable[Any] = (),
-        on_epoch_end: Callable[[int, Mapping[str, Any]], None] | None = None,
         **others: Any,
     ) -> None:
-        super().__init__(policy, _optimizer(policy, optimizer), _loader(data), loss, **others)
+        optimizer = torch.optim.AdamW(policy.parameters()) if optimizer is None else optimizer
+        super().__init__(policy, optimizer, data, loss, **others)
         self.context = ComponentContext()
         """What builders of hooks are given; the trackers are in ``context.model_metrics``."""
         self.reporter = StatsReporter(self.context, policy=policy, sinks=sinks)
         self.metrics: list[dict[str, float]] = []
         """What trackers had counted at the end of each epoch."""
-        self._extra_on_epoch_end = on_epoch_end
         self.result: LoopResult | None = None
         """What the training came to."""
 
     def __repr__(self) -> str:
         trained = f"; epochs trained: {len(self.metrics)}, see .metrics and .result" if self.metrics else ""
         return f"<Trainer of {type(self.model).__name__}{trained}>"
-
-    def _repr_html_(self) -> str:
-        names = dict.fromkeys(name for metrics in self.metrics for name in metrics)
-        rows = [(name, *(number_text(metrics.get(name, "")) for metrics in self.metrics)) for name in names]
-        header = ("metric", *(f"epoch {epoch}" for epoch in range(len(self.metrics))))
-        return Table(header, rows, numbers=range(1, len(header)), title=repr(self)[1:-1]).html()
 
     @property
     def policy(self) -> nn.Module:
@@ -296,26 +249,6 @@ class Trainer(Experiment):
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Report and reset the trackers."""
         self.metrics.append(self.reporter.on_epoch_end(epoch))
-        if self._extra_on_epoch_end is not None:
-            self._extra_on_epoch_end(epoch, metrics)
-
-
-def _loader(data: Any) -> Any:
-    if not isinstance(data, Dataset):
-        return data
-    return DataLoader(data, batch_size=_BATCH_SIZE, shuffle=not isinstance(data, torch.utils.data.IterableDataset))
-
-
-def _optimizer(policy: nn.Module, given: Any) -> Any:
-    if isinstance(unwrap_optimizer(given), torch.optim.Optimizer):
-        return given
-    return torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE) if given is None else given(policy.parameters())
-
-
-# -- the tool ---------------------------------------------------------------------------------------------------------
-
-_ROWS: Final = 256
-"""Random ones, where there is neither a policy nor data."""
 
 
 class TrainTool:
@@ -337,36 +270,26 @@ class TrainTool:
     nothing stays attached.
 
     Args:
-        policy: The model, or what makes it. Of one that is no `PolicyAutoBuilder`, all modules are components, by
-            their dotted names. If left out: a small actor and critic, ``actor_mlp`` and ``critic_head``, and random
-            data, to try hooks on.
-        data: Batches, or a `Dataset`.
+        policy: The model; needed for ``invoke``. Of one that is no `PolicyAutoBuilder`, all modules are components, by
+            their dotted names.
+        data: Batches: a list of them, or a `DataLoader`; needed for ``invoke``.
         loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
         epochs: How many.
-        sinks: Where the metrics of trackers and hooks go.
-        optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
-        hooks: Hooks over time, as `HookManager` takes them: names, classes, objects.
-        progress: Show how far the training is, as `epoch_loop` does.
-        options: As for `Experiment`: ``scheduler=``, ``evaluate=``, ``accumulate=``, …
+        sinks: Where the metrics of trackers go.
+        options: As for `Trainer`: ``optimizer=``, ``scheduler=``, ``evaluate=``, ``accumulate=``, …
     """
 
     def __init__(
         self,
-        policy: nn.Module | Callable[[], nn.Module] | None = None,
+        policy: nn.Module | None = None,
         data: Any = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         epochs: int = 1,
         sinks: Iterable[Any] = (),
-        *,
-        optimizer: Any = None,
-        hooks: Iterable[Any] = (),
-        progress: bool = False,
         **options: Any,
     ) -> None:
         self.policy, self.data, self.loss, self.epochs = policy, data, loss, epochs
-        self.sinks, self.hooks, self.optimizer, self.options = list(sinks), list(hooks), optimizer, options
-        self.progress = progress
-        self._manager: HookManager | None = None
+        self.sinks, self.options = list(sinks), options
         self._training_hooks: list[tuple[str, HookBuilder]] = []
         self._training_backward_hooks: list[tuple[str, BackwardHookBuilder]] = []
         self._active_policy_hooks: list[RemovableHandle] = []
@@ -389,56 +312,23 @@ class TrainTool:
         return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
 
     def invoke(self) -> Trainer:
-        """Make the policy and its trainer, attach the hooks and train; remove the hooks however it ends.
+        """Make the trainer, attach the hooks and train; remove the hooks however it ends.
 
         Returns:
             The trainer: its ``policy``, its ``context`` with the trackers, its ``metrics`` and ``result``.
         """
-        policy = self._load_or_create_policy()
-        trainer = self._initialize_trainer(policy)
+        if not isinstance(self.policy, nn.Module) or self.data is None:
+            raise OptionError("There is nothing to train: give TrainTool policy=, an nn.Module, and data=, batches.")
+        is_policy = isinstance(unwrap(self.policy), PolicyAutoBuilder)
+        policy = self.policy if is_policy else PolicyAutoBuilder.of(self.policy)
+        trainer = Trainer(policy, self.data, self.loss, sinks=self.sinks, **self.options)
         try:
             with self.attached(policy=policy, trainer=trainer):
-                trainer.train(self.epochs, self._the_manager(), progress=self.progress)
+                trainer.train(self.epochs)
         finally:
-            self._flush()
-        return trainer
-
-    def _load_or_create_policy(self) -> nn.Module:
-        policy: Any = self.policy
-        if policy is None:
-            actor, critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 1), nn.Tanh())
-            return PolicyAutoBuilder(OrderedDict(actor_mlp=actor, critic_head=critic))
-        if not isinstance(policy, nn.Module):
-            policy = policy() if callable(policy) else policy
-            if not isinstance(policy, nn.Module):
-                raise OptionError(f"policy= is an nn.Module, or a function that makes one; got {type_name(policy)}.")
-        return policy if isinstance(unwrap(policy), PolicyAutoBuilder) else PolicyAutoBuilder.of(policy)
-
-    def _initialize_trainer(self, policy: nn.Module) -> Trainer:
-        data = self.data
-        if data is None:
-            if self.policy is not None:
-                raise OptionError(
-                    "There is no data to train this policy on. Give TrainTool data=, batches or a Dataset."
-                )
-            x = torch.randn(_ROWS, 4, generator=torch.Generator().manual_seed(0))
-            data = TensorDataset(x, x.sum(1, keepdim=True).sign())
-        return Trainer(policy, data, self.loss, optimizer=self.optimizer, sinks=self.sinks, **self.options)
-
-    def _the_manager(self) -> HookManager | None:
-        """Return the manager, the same for each run: a hook belongs to one manager, which resets it for each run."""
-        if self._manager is None and self.hooks:
-            names = [hook for hook in self.hooks if isinstance(hook, str)]
-            others = [hook for hook in self.hooks if not isinstance(hook, str)]
-            self._manager = HookManager(names, others, self.sinks, loop_type="epoch")
-        return self._manager
-
-    def _flush(self) -> None:
-        for sink in self.sinks:
-            try:
+            for sink in self.sinks:
                 getattr(sink, "flush", lambda: None)()
-            except Exception:
-                logger.exception("%s could not be flushed", type(sink).__name__)
+        return trainer
 
     @contextmanager
     def attached(self, *, policy: nn.Module, trainer: Any) -> Iterator[None]:
@@ -446,11 +336,14 @@ class TrainTool:
         self._register_policy_hooks(policy=policy, trainer=trainer)
         try:
             yield
+            for feeder in self._feeders:
+                if not feeder.has_fed:
+                    _warn(
+                        f"Component {feeder.component!r} gave {type(feeder.tracker).__name__} nothing to count: no "
+                        "training pass came through it with a gradient or a tensor that its extractor= finds."
+                    )
         finally:
             self._clear_policy_hooks()
-        for tracker in trainer.context.model_metrics.values():
-            if isinstance(tracker, ComponentTracker):  # a reporter may have asked it already
-                tracker.warn_if_silent()
 
     def _register_policy_hooks(self, *, policy: nn.Module, trainer: Any) -> None:
         """Make and attach all hooks that were added; remove those of an earlier policy first."""

@@ -25,10 +25,6 @@ _EXPLODED: Final = 100.0
 """Times its own median up to then. Norms of healthy runs move by ten at most, warm-up included."""
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
-_PLACE: Final = 3.0
-"""Times its recent level, of a size of a layer that is told with a loss spike."""
-_NEAR: Final = 64
-"""Steps before the spike in which that may have begun."""
 _GRADIENT_SPIKE: Final = 5.0
 """Times its recent level, of a gradient norm, which moves more than a loss does."""
 _FALL: Final = 0.05
@@ -96,7 +92,7 @@ def find_anomalies(
     """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
 
     Args:
-        facts: What ``run.json`` says.
+        facts: What ``run.json`` says, as `read_runs` has checked it.
         series: What was recorded.
         places: The place of each metric that is on a map.
         bad_steps: What the hook ``first_bad_operation`` found.
@@ -105,14 +101,13 @@ def find_anomalies(
     found = [
         *_first_bad_operation(bad_steps),
         *_run_failures(facts),
-        *_not_finite(curves, is_explained=bool(bad_steps) or _has_hook(facts, "first_bad_operation")),
+        *_not_finite(curves, is_explained=bool(bad_steps) or "first_bad_operation" in facts.get("hooks", {})),
         *_loss_spikes(curves),
         *_accuracy_falls(curves),
         *_risen_losses(curves),
         *_large_norms(curves, facts),
         *_dead_units(curves),
         *_vanished_gradients(curves),
-        *_silent_hooks(facts),
     ]
     return sorted(found, key=lambda finding: _LEVELS.index(finding["level"]))
 
@@ -168,25 +163,25 @@ def _accuracies(curves: Iterable[_PlacedCurve]) -> list[_PlacedCurve]:
 
 def _gradient_norms(curves: Iterable[_PlacedCurve], facts: Mapping[str, Any]) -> list[_PlacedCurve]:
     """Return the curves whose name, or the description that their hook declares, says that they are gradient norms."""
-    hooks = facts.get("hooks")
     declared = {
-        f"{hook}/{metric['name']}"
-        for hook, one in (hooks.items() if isinstance(hooks, Mapping) else ())
-        for metric in (one.get("metrics") or () if isinstance(one, Mapping) else ())
-        if isinstance(metric, Mapping) and "name" in metric and "gradient" in str(metric.get("description", ""))
+        f"{hook}/{metric.get('name')}"
+        for hook, one in facts.get("hooks", {}).items()
+        for metric in one.get("metrics", ())
+        if "gradient" in str(metric.get("description", ""))
     }
     norms = [one for one in curves if _GRADIENT_NORM.search(one.name)]
     return [one for one in norms if _GRADIENT.search(one.name) or one.name in declared]
 
 
-def _finding(level: str, title: str, text: str, sights: Sequence[Sight] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a finding, unless ``sights`` is empty; ``{metrics}`` in ``text`` says how many metrics there are."""
-    if sights is None or sights:
-        sights = sights or ()
-        count = len({sight.metric for sight in sights})
-        text = text.replace("{metrics}", "1 metric" if count == 1 else f"{count:,} metrics")
-        named = [asdict(sight) for sight in sights[:_MAX_NAMED]]
-        yield {"level": level, "title": title, "text": text, "sights": named, "more": len(sights) - len(named)}
+def _finding(level: str, title: str, text: str, sights: Sequence[Sight] | None = None) -> list[dict[str, Any]]:
+    """Return a finding, none if ``sights`` is empty; ``{metrics}`` in ``text`` says how many metrics there are."""
+    if sights is not None and not sights:
+        return []
+    sights = sights or ()
+    count = len({sight.metric for sight in sights})
+    text = text.replace("{metrics}", "1 metric" if count == 1 else f"{count:,} metrics")
+    named = [asdict(sight) for sight in sights[:_MAX_NAMED]]
+    return [{"level": level, "title": title, "text": text, "sights": named, "more": len(sights) - len(named)}]
 
 
 def _by_step(sights: Iterable[Sight | None]) -> list[Sight]:
@@ -199,24 +194,9 @@ def _by_step(sights: Iterable[Sight | None]) -> list[Sight]:
 def _run_failures(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if facts.get("status") == "failed":
         yield from _finding("error", "The run failed", str(facts.get("error") or "It ended by an error."))
-    errors = facts.get("sink_errors")
-    for sink, count in errors.items() if isinstance(errors, Mapping) else ():
+    for sink, count in facts.get("sink_errors", {}).items():
         text = f"{count} times. The log has every record: hookline replay writes them once more."
         yield from _finding("warning", f"{sink} could not write", text)
-
-
-def _has_hook(facts: Mapping[str, Any], name: str) -> bool:
-    hooks = facts.get("hooks")
-    return isinstance(hooks, Mapping) and name in hooks
-
-
-def _silent_hooks(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    hooks = facts.get("hooks")
-    if isinstance(hooks, Mapping) and facts.get("status") == "finished":
-        silent = [name for name, hook in hooks.items() if isinstance(hook, Mapping) and hook.get("fired") == 0]
-        if silent:
-            text = f"{', '.join(silent)}: asked for, and never due."
-            yield from _finding("notice", "Hooks that never fired", text)
 
 
 # -- values that are not finite, units that are dead --------------------------------------------------------------
@@ -355,37 +335,15 @@ def _is_cancelled(layer: str, small: Collection[str], by_layer: Mapping[str, Cur
 # -- losses and accuracies ----------------------------------------------------------------------------------------
 
 
-def _loss_spikes(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
-    # Late in a run points are means of several steps: the largest loss tells more of one of them.
-    losses = sorted((one.curve for one in _losses(curves)), key=lambda curve: "largest" not in curve.name)
+def _loss_spikes(curves: Sequence[_PlacedCurve]) -> list[dict[str, Any]]:
+    losses = [one.curve for one in _losses(curves)]
     sights = _by_step(_risen(curve, event) for curve in losses for event in loss_spikes(curve, first_level(curve)))
-    if sights:
-        first = sights[0]
-        count = sum(sight.metric == first.metric for sight in sights)
-        where = f"{count} in {first.metric}, {'the first ' * (count > 1)}at {_step_text(first.step)}"
-        place = _first_place(curves, first.step)
-        told = "" if place is None else f" First {place.metric}, {place.text}."
-        text = f"{where}: {first.text}.{told}"
-        yield from _finding("warning", "Loss spikes", text, [*([] if place is None else [place]), *sights])
-
-
-def _first_place(curves: Sequence[_PlacedCurve], step: int) -> Sight | None:
-    """Return which size of a layer rose first around a step, by step and then in the order of the model."""
-    sizes = [one for one in curves if one.place and _SIZES.search(one.statistic)]
-    sizes.sort(key=lambda one: bool(_GRADIENT.search(one.group)))  # an activation is why a gradient is large
-    near = [
-        Sight(one.curve.name, event.step, f"{event.extreme / event.level:.3g} × before")
-        for one in sizes
-        for event in rises(one.curve, _PLACE)
-        if step - _NEAR <= event.step <= _next_step(one.curve, step)
-    ]
-    return min(near, key=lambda sight: sight.step, default=None)
-
-
-def _next_step(curve: Curve, step: int) -> int:
-    """Return the first step of a curve from ``step`` on: layers are reported at intervals, the loss at every step."""
-    at = int(np.searchsorted(curve.steps, step))
-    return int(curve.steps[at]) if at < curve.steps.size else step
+    if not sights:
+        return []
+    first = sights[0]
+    count = sum(sight.metric == first.metric for sight in sights)
+    where = f"{count} in {first.metric}, {'the first ' * (count > 1)}at {_step_text(first.step)}"
+    return _finding("warning", "Loss spikes", f"{where}: {first.text}.", sights)
 
 
 def _risen(curve: Curve, event: Event) -> Sight:

@@ -1,13 +1,13 @@
 """Load a run back into Python: its records, its settings, and its metrics as arrays and tables.
 
 Users call `load_run` and `load_runs`. These read folders and logs by `read_runs`, as the page does, and split values by
-`values_in`, as the sinks do. pandas and polars are imported when a table is asked for.
+`values_in`, as the sinks do. pandas is imported when a table is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from hookline.errors import MissingPackageError, OptionError
 from hookline.messages import nearest_names
 from hookline.records.sink import Record
-from hookline.records.values import json_text, values_in
+from hookline.records.values import values_in
 from hookline.report.metric_series import as_float, shown_names
 from hookline.report.report_runs import FACTS, LOG, distinct_names, find_runs, read_runs
-from hookline.tables import Table
 
 __all__ = ["LoadedRun", "load_run", "load_runs"]
 
@@ -142,25 +141,18 @@ class LoadedRun:
         """Return the metrics as a `pandas.DataFrame`: a row for each step, by which it is indexed, a column for each.
 
         ``epoch`` comes first, unless the run counted steps. Where nothing was recorded there is NaN, or None
-        beside text and lists.
+        beside text and lists. For polars: ``polars.from_pandas(run.to_pandas().reset_index())``.
         """
-        pandas = _imported("pandas")
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ImportError:
+            raise MissingPackageError(
+                "run.to_pandas() needs the package 'pandas', which is not installed. Install it: pip install pandas. "
+                "Without it: steps, values = run.series(name)."
+            ) from None
         steps, columns = self._table()
         index = pandas.Index(steps, name="step", dtype="int64")
-        made = {name: _filled(values) for name, values in columns.items()}
-        return pandas.DataFrame(made, index=index)
-
-    def to_polars(self) -> Any:
-        """Return the metrics as a `polars.DataFrame`: a row for each step, a column for each, ``step`` first.
-
-        Where nothing was recorded there is null; NaN is a value that was recorded. A column of numbers, of text or of
-        lists of numbers has that type; where a metric was now this and now that, its values are JSON text.
-        """
-        polars = _imported("polars")
-        steps, columns = self._table()
-        made = [polars.Series("step", steps, dtype=polars.Int64)]
-        made += [_polars_series(polars, name, values) for name, values in columns.items()]
-        return polars.DataFrame(made)
+        return pandas.DataFrame(columns, index=index)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -187,90 +179,18 @@ class LoadedRun:
         steps = sorted({step for by_step in self._columns.values() for step in by_step})
         return steps, {name: [by_step.get(step) for step in steps] for name, by_step in columns.items()}
 
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.records)
-
-    def __bool__(self) -> bool:
-        return True  # a run without records is one
-
     def __repr__(self) -> str:
         steps = [step for by_step in self._columns.values() for step in by_step]
         span = f", steps {min(steps)} to {max(steps)}" if steps else ""
         status = self.settings.get("status")
         said = f" {status}," if isinstance(status, str) else ""
-        return f"<LoadedRun {self.name},{said} {len(self)} records, {len(self.metrics)} metrics{span}>"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (name, _short(by_step[max(by_step)]), f"{len(by_step)} steps, {min(by_step)} to {max(by_step)}")
-            for name, by_step in self._columns.items()
-        ]
-        header = ("metric", "latest", "recorded") if rows else ()
-        foot = (str(self.folder), *self.remarks)
-        return Table(header, rows, numbers=(1,), title=repr(self)[1:-1], foot=foot).html()
-
-
-# -- values ----------------------------------------------------------------------------------------------------
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        return f"<LoadedRun {self.name},{said} {len(self.records)} records, {len(self.metrics)} metrics{span}>"
 
 
 def _array(values: list[Any]) -> NDArray[Any]:
     """Return an array of numbers, if all are; else of objects."""
-    if all(map(_is_number, values)):
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return np.asarray([as_float(value) for value in values], dtype=np.float64)
-    return _objects(values)
-
-
-def _objects(values: list[Any]) -> NDArray[Any]:
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made
-
-
-def _filled(values: list[Any]) -> NDArray[Any]:
-    """Return a column: integers if none is missing; numbers as floats, NaN where one is missing; else objects."""
-    there = [value for value in values if value is not None]
-    if len(there) == len(values) and all(type(value) is int and abs(value) < 2**63 for value in values):
-        return np.asarray(values, dtype=np.int64)
-    if there and all(map(_is_number, there)):
-        return np.asarray([np.nan if value is None else as_float(value) for value in values], dtype=np.float64)
-    return _objects(values)
-
-
-def _polars_series(polars: Any, name: str, values: list[Any]) -> Any:
-    """Return a column of the type that all values have; a mixture, which polars does not take, as JSON text."""
-    there = [value for value in values if value is not None]
-    if all(type(value) is int and abs(value) < 2**63 for value in there):
-        return polars.Series(name, values, dtype=polars.Int64)
-    if all(map(_is_number, there)):
-        floats = [None if value is None else as_float(value) for value in values]
-        return polars.Series(name, floats, dtype=polars.Float64)
-    for kind, dtype in ((bool, polars.Boolean), (str, polars.String)):
-        if all(isinstance(value, kind) for value in there):
-            return polars.Series(name, values, dtype=dtype)
-    if all(isinstance(value, list) and all(map(_is_number, value)) for value in there):
-        lists = [None if value is None else [as_float(item) for item in value] for value in values]
-        return polars.Series(name, lists, dtype=polars.List(polars.Float64))
-    texts = [None if value is None else json_text(value) for value in values]
-    return polars.Series(name, texts, dtype=polars.String)
-
-
-def _short(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def _imported(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise MissingPackageError(
-            f"run.to_{package}() needs the package {package!r}, which is not installed. Install it: pip install "
-            f"{package}. Without it: steps, values = run.series(name)."
-        ) from None

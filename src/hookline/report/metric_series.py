@@ -10,7 +10,6 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +26,7 @@ Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 _MAX_BINS: Final = 256
-"""Longer lists are averaged down to this many; a screen has no more rows for them."""
+"""Of longer lists every n-th entry is shown; a screen has no more rows for them."""
 _OF_THE_LOOP: Final = ("train/", "eval/")
 """The first part of metrics that the loop itself records."""
 _MAX_ANCHORS: Final = 1000
@@ -289,17 +288,8 @@ def _list_rows(rows: list[list[float]]) -> tuple[list[str], Values]:
     values = np.full((longest, len(rows)), np.nan)
     for column, row in enumerate(rows):
         values[: len(row), column] = [as_float(item) for item in row]
-    if longest <= _MAX_BINS:
-        return [str(index) for index in range(longest)], values
-    edges = np.linspace(0, longest, _MAX_BINS + 1).astype(int)
-    pooled = np.stack([_mean(values[a:b]) for a, b in pairwise(edges)])
-    return [f"{a}–{b - 1}" for a, b in pairwise(edges)], pooled
-
-
-def _mean(values: Values) -> Values:
-    seen = np.isfinite(values).sum(0)
-    total: Values = np.where(np.isfinite(values), values, 0.0).sum(0)
-    return np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
+    every = -(-longest // _MAX_BINS)
+    return [str(index) for index in range(0, longest, every)], values[::every]
 
 
 def _key_rows(rows: list[Mapping[str, float]], missing: float) -> tuple[list[str], Values]:
@@ -330,9 +320,8 @@ def _clock(moments: list[tuple[int, int | None, float, bool]], started: float | 
     steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_ANCHORS).round().astype(int))]
     seconds = np.maximum.accumulate([max(0.0, latest[step][0] - first) for step in steps])
     epochs = np.maximum.accumulate([latest[step][1] for step in steps])
-    # Older logs of runs that count steps have the step in place of None.
-    by_steps = all(epoch in (None, step, step + 1) for step, epoch, _, _ in moments)
-    return StepTimes(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())
+    has_epochs = any(epoch is not None for _, epoch, _, _ in moments)
+    return StepTimes(steps, seconds.round(3).tolist(), epochs.tolist() if has_epochs else None)
 
 
 @dataclass(frozen=True, slots=True)

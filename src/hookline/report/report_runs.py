@@ -9,7 +9,6 @@ The last steps that a flight recorder has written in the folder of a run are the
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +24,8 @@ from hookline.records.sink import Record
 from hookline.tables import Table, number_text
 
 __all__ = [
-    "FACTS", "FLIGHT_FILE", "FLIGHT_FORMAT", "FLIGHT_VERSION", "LOG", "RunData", "RunRecords", "distinct_names",
-    "find_runs", "log_of", "minutes_before", "read_runs", "runs_of",
+    "FACTS", "FLIGHT_FILE", "FLIGHT_FORMAT", "FLIGHT_VERSION", "LOG", "RunData", "distinct_names", "find_runs",
+    "minutes_before", "read_bad_steps", "read_runs",
 ]  # fmt: skip
 
 LOG: Final = "records.jsonl"
@@ -106,49 +105,53 @@ def read_bad_steps(folder: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def log_of(path: Path) -> Path:
-    """Return the log of a run that is given by its folder, or by the log itself."""
-    return path if path.is_file() else path / LOG
-
-
 def read_runs(path: Path, make: Callable[[], T]) -> list[RunData[T]]:
     """Read a folder or a log; hand the records of each run in it, by strategy, to an object that ``make`` returns."""
-    log, records = log_of(path), RunRecords(make)
+    log = path if path.is_file() else path / LOG
     remarks: list[str] = []
-    if log.exists():
+    facts = _read_facts(log.parent / FACTS, remarks)
+    by_strategy: dict[str | None, T] = {}
+    contexts: dict[str | None, Context] = {}
+    if not log.exists():
+        remarks.append(f"There is no {log.name}: nothing was recorded, or the run has not begun.")
+    else:
         try:
-            records.take(read_log(log))
+            _collect(read_log(log), make, by_strategy, contexts)
         except (OSError, ValueError) as error:
             remarks.append(f"{log.name} could be read only in part ({error}).")
-    return runs_of(log, records, remarks)
+        if not by_strategy:
+            remarks.append("Nothing has been recorded yet.")
+    runs = []
+    is_alone = len(by_strategy) < 2
+    for strategy, collected in by_strategy.items() or [(None, make())]:
+        context = contexts.get(strategy, Context({}))
+        own = dict(facts) or _without_unsound(context.context)
+        if strategy and not (is_alone and own.get("strategy")):
+            own["strategy"] = strategy
+        started = (_seconds(facts.get("started")) if is_alone else None) or context.time or None
+        name = _name(own, log.parent, is_alone=is_alone)
+        runs.append(RunData(name, log.parent, own, collected, started, list(remarks)))
+    return runs
 
 
-class RunRecords(Generic[T]):
-    """Hands the records of a log to an object for each strategy in it.
-
-    Recipe: ``records = RunRecords(Collector); records.take(read_log(path)); records.by_strategy``.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self.make = make
-        self.by_strategy: dict[str | None, T] = {}
-        self.contexts: dict[str | None, Context] = {}
-        self._strategy: str | None = None
-
-    def take(self, entries: Iterable[Entry]) -> None:
-        """Add what a log holds, or what came to it."""
-        for entry in entries:
-            if isinstance(entry, Context):
-                self._strategy = entry.context.get("strategy", self._strategy)
-                self.contexts.setdefault(self._strategy, entry)  # a resumed run has several
-                continue
-            if not _is_sound(entry):
-                continue
-            key = entry.strategy or self._strategy  # a record without a strategy belongs to the last context
-            if key not in self.by_strategy:
-                self.by_strategy[key] = self.make()
+def _collect(
+    entries: Iterable[Entry],
+    make: Callable[[], T],
+    by_strategy: dict[str | None, T],
+    contexts: dict[str | None, Context],
+) -> None:
+    """Hand the records of a log to an object for each strategy in it."""
+    strategy: str | None = None
+    for entry in entries:
+        if isinstance(entry, Context):
+            strategy = entry.context.get("strategy", strategy)
+            contexts.setdefault(strategy, entry)  # a resumed run has several
+        elif _is_sound(entry):
+            key = entry.strategy or strategy  # a record without a strategy belongs to the last context
+            if key not in by_strategy:
+                by_strategy[key] = make()
             with suppress(TypeError, OverflowError):  # steps of a series that are no steps
-                self.by_strategy[key].take(entry)
+                by_strategy[key].take(entry)
 
 
 def _is_sound(record: Record) -> bool:
@@ -157,30 +160,6 @@ def _is_sound(record: Record) -> bool:
     are_whole = all(isinstance(each, int) and abs(each) < 2**53 for each in whole)
     is_named = record.strategy is None or isinstance(record.strategy, str)
     return are_whole and is_named and isinstance(record.metrics, Mapping) and isinstance(record.time, int | float)
-
-
-def runs_of(log: Path, records: RunRecords[T], remarks: Sequence[str] = ()) -> list[RunData[T]]:
-    """Return the runs of a log: what was collected, with the facts of its folder and remarks on what is missing."""
-    folder = log.parent
-    said: list[str] = []
-    facts = _read_facts(folder / FACTS, said)
-    if not log.exists():
-        said.append(f"There is no {log.name}: nothing was recorded, or the run has not begun.")
-    elif not records.by_strategy:
-        said.append("Nothing has been recorded yet.")
-    said += remarks
-    by_strategy = records.by_strategy
-    runs = []
-    is_alone = len(by_strategy) < 2
-    for strategy, collected in by_strategy.items() or [(None, records.make())]:
-        context = records.contexts.get(strategy, Context({}))
-        own = dict(facts) or _without_unsound(context.context)
-        if strategy and not (is_alone and own.get("strategy")):
-            own["strategy"] = strategy
-        started = (_seconds(facts.get("started")) if is_alone else None) or context.time or None
-        name = _name(own, folder, is_alone=is_alone)
-        runs.append(RunData(name, folder, own, collected, started, list(said)))
-    return runs
 
 
 def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
@@ -259,10 +238,6 @@ FLIGHT_FILE: Final = "flight_recorder.json"
 FLIGHT_FORMAT: Final = "hookline flight"
 """What the file says it is."""
 FLIGHT_VERSION: Final = 1
-_AROUND: Final = 6
-"""Steps that are shown at once; the rest is folded away."""
-_MOST: Final = 40
-"""Places that a row of statistics is shown for."""
 
 
 def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
@@ -275,10 +250,7 @@ def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
 
 def _section(number: int, name: str, path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
-            raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-        inside = f"{_steps(found, _AROUND).html()}\n{_folded(found)}"
+        inside = _last_steps(json.loads(path.read_text(encoding="utf-8"))).html()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         inside = f'<p class="empty">{escape(FLIGHT_FILE)} could not be read ({escape(str(error))}).</p>'
     return (
@@ -288,50 +260,23 @@ def _section(number: int, name: str, path: Path) -> str:
     )
 
 
-def _folded(found: dict[str, Any]) -> str:
-    """Return what is seen at a press: all steps, and the norms of the blocks in the last ones."""
-    count = len(found["steps"])
-    parts = {f"All {count} steps": _steps(found, count), "What each block returned, and its gradient": _places(found)}
-    return "\n".join(f"<details><summary>{name}</summary>\n{each.html()}</details>" for name, each in parts.items())
-
-
-def _steps(found: dict[str, Any], count: int) -> Table:
-    """Return the last ``count`` steps; the file is written at the step that something happened in."""
-    steps = found["steps"][-count:]
+def _last_steps(found: dict[str, Any]) -> Table:
+    """Return the steps of a flight file, which is written at the step that something happened in."""
+    if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
+        raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
+    steps = found["steps"]
     last = max((float(step["time"]) for step in steps), default=0.0)
     rows = [
         [
             str(step["step"]),
             f"{float(step['time']) - last:.1f} s",
-            _cell(step["loss"]),
-            _cell(step["lr"]),
+            *("" if step[part] is None else number_text(float(step[part])) for part in ("loss", "lr")),
             str(step["batch"] or ""),
             str(step["bad"] or ""),
-            str(step["random"].get("torch", ""))[:8],
         ]
         for step in steps
     ]
     when = datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds") if steps else "before any step"
     title = f"The last {len(steps)} steps up to {when}, written because of {found['reason']}"
-    header = ("step", "before the end", "loss", "learning rate", "batch", "not finite at", "random stream of torch")
+    header = ("step", "before the end", "loss", "learning rate", "batch", "not finite at")
     return Table(header, rows, numbers=(0, 1, 2, 3), title=title)
-
-
-def _places(found: dict[str, Any]) -> Table:
-    """Return the norm of each place in the last steps; one column per step."""
-    steps = found["steps"][-8:]
-    places = list(dict.fromkeys(place for step in steps for place in step["statistics"]))
-    rows = [
-        [place, *(_cell(step["statistics"].get(place, {}).get("norm")) for step in steps)] for place in places[:_MOST]
-    ]
-    more = len(places) - len(rows)
-    foot = (f"… and {more} more places; the file has all",) if more > 0 else ()
-    header = ("norm", *(f"step {step['step']}" for step in steps))
-    return Table(header, rows, numbers=range(1, len(header)), foot=foot)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    number = float(value)  # numbers that are not finite are text in the file
-    return number_text(number) if math.isfinite(number) else str(number)
