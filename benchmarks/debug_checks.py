@@ -16,6 +16,7 @@ from models import SMALL
 from subject import Setting
 from watching import FOUR, Training
 
+import hookline as hl
 from hookline.debug import FlightRecorder, find_bad_operations, on_trigger
 
 __all__ = ["debug_checks"]
@@ -81,8 +82,8 @@ class _Steps:
         """With the recorder."""
         training = self._training
         with tempfile.TemporaryDirectory() as folder:
-            recorder = FlightRecorder(to=Path(folder) / "flight.json", signals=())
-            with recorder.recording(training.model, training.optimizer):
+            recorder = FlightRecorder(to=Path(folder) / "flight.json")
+            with hl.follow(training.model, training.optimizer, [recorder]):
                 yield from self._by(training.step)
         assert recorder.written == []
 
@@ -90,15 +91,8 @@ class _Steps:
     def triggered(self) -> Iterator[None]:
         """With a trigger that looks at the loss."""
         training = self._training
-        trigger = on_trigger("loss_spike", do=lambda model: None)
-        trigger.start(training.model)
-
-        def step() -> None:
-            training.step()
-            trigger.step(1.0)
-
-        yield from self._by(step)
-        trigger.finish()
+        with hl.follow(training.model, training.optimizer, [on_trigger("loss_spike", do=lambda model: None)]):
+            yield from self._by(training.step)
 
     def _by(self, step: Callable[[], object]) -> Iterator[None]:
         before, self._step = self._step, step

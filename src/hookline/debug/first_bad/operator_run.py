@@ -30,9 +30,9 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["OperatorPlace", "OperatorPlaces", "OperatorRun"]
+__all__ = ["UNFILLED", "OperatorPlace", "OperatorPlaces", "OperatorRun", "operator_name"]
 
-_UNFILLED: Final = frozenset(
+UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 )
 """Operators whose results hold whatever was in that memory before."""
@@ -81,8 +81,6 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._origins: dict[int, _Origin] = {}
         """By the storage of a tensor that is not finite."""
-        self._unfilled: dict[int, tuple[str, OperatorPlace, int]] = {}
-        """By storage: memory that was made and not filled, by which operator, where, and how many ran before."""
         self._at_modules: list[_Origin] = []
         self._at_end: list[_Origin] = []
         self._in_backward: list[_Origin] = []
@@ -124,7 +122,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_looking:
             return func(*args, **kwargs)
-        name, number = _name(func), self.num_operators
+        name, number = operator_name(func), self.num_operators
         self.num_operators += 1
         place = self._places.of_operator(str(func))
         inputs = list(_inputs(func, name, args, kwargs))
@@ -134,12 +132,8 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes and not bad:  # they are gone afterwards
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
-        if name in _UNFILLED:
-            self._unfilled |= {_key(tensor): (str(func), place, number) for tensor in _tensors(result)}
+        if name in UNFILLED:
             return result
-        if all(returned.alias_info is None for returned in func._schema.returns):
-            for tensor in _tensors(result):  # memory of its own, which it has filled
-                self._unfilled.pop(_key(tensor), None)
         both = itertools.chain(_tensors(result), _written(func, args, kwargs) if writes else ())
         outputs = list({id(tensor): tensor for tensor in both}.values())
         spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
@@ -179,19 +173,18 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _from_outside(self, tensor: Tensor) -> _Origin:
         name = self._known.get(_key(tensor))
-        given = "an input or a constant of the step" if name is None else f"{name!r} was not finite when the step began"
+        given = "an input, a constant, or memory that nothing has filled"
+        if name is not None:
+            given = f"{name!r} was not finite when the step began"
         what = "NaN" if _has_nan(tensor) else "Inf"
-        operator, place, number = "the first operator that reads it", self._places.of_operator(""), self.num_operators
-        if _key(tensor) in self._unfilled:
-            operator, place, number = self._unfilled[_key(tensor)]
-            given = "it was in memory that nothing has filled"
+        place, number = self._places.of_operator(""), self.num_operators
         operation = BadOperation(
-            operator, what, place.where, place.module, "", "", "", place.source, number,
+            "the first operator that reads it", what, place.where, place.module, "", "", "", place.source, number,
             (summarize_tensor("input", tensor),), (), given,
         )  # fmt: skip
         return _Origin(number, operation, is_at_fault=what == "Inf" and _has_plus(tensor))
 
-    def _take_output(self, module: str, output: Any) -> None:
+    def _take_output(self, output: Any) -> None:
         """Note origins of what a module returns."""
         found = self._looked_at(list(_tensors(output)))
         for origin in found:
@@ -251,7 +244,8 @@ class _Call:
         return not any(map(_is_bad, _tensors(again)))
 
 
-def _name(func: Any) -> str:
+def operator_name(func: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
     return str(func._schema.name).rpartition("::")[2]
 
 
@@ -377,10 +371,12 @@ class OperatorPlaces:
     Args:
         model: The model.
         run_by: The code of the function that runs the step: the code above it has only caused the run.
-        at_output: Is called with the name and the output of each module.
+        at_output: Is called with the output of each module.
     """
 
-    def __init__(self, model: nn.Module, run_by: CodeType, at_output: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, run_by: CodeType, at_output: Callable[[Any], None] = lambda output: None
+    ) -> None:
         self._run_by = run_by
         self._names = {id(module): name for name, module in clean_modules(model)}
         self._parameters = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -411,9 +407,8 @@ class OperatorPlaces:
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
-            name = self._running.pop()
-            if self._at_output is not None:
-                self._at_output(name, output)
+            self._at_output(output)
+            self._running.pop()
 
     def of_operator(self, operator: str) -> OperatorPlace:
         """Return where the operator is called that runs now, and note it for the backward of its node."""
