@@ -88,7 +88,7 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
 
 def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> Audit:
     plain = trainings.train()
-    names, length = tuple(hook.name for hook in hooks), len(plain.recorded.states)
+    names, length = tuple(hook.name for hook in hooks), len(plain.states)
     unstable = plain.difference(trainings.train())
     if unstable is not None:
         return Audit(names, length, trainings.count, not_repeatable=unstable, notes=[_NEXT_REPEATABLE])
@@ -98,9 +98,9 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
     notes = [_NEXT_LEFT_BEHIND] if left_behind is not None else []
     culprits = []
     if difference is not None and left_behind is None and blame:
-        culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some, plain)))
+        culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some)))
         # One that counts over trainings looks like an interaction: it did it once, and none of the halves did.
-        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks, plain)) is None:
+        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks)) is None:
             culprits, notes = [], [*notes, _NEXT_STATE]
     return Audit(
         names,
@@ -119,7 +119,7 @@ def _end_differs(plain: Training, hooked: Training) -> tuple[str, ...]:
     """Return what differs after the last step of both; nothing if one has not come so far."""
     if hooked.error is not None:
         return ()
-    last = [one.recorded.end or one.recorded.states[-1] for one in (plain, hooked)]
+    last = [one.end or one.states[-1] for one in (plain, hooked)]
     return first_difference(last[0], last[1])
 
 

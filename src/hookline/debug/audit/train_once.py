@@ -197,24 +197,6 @@ def first_difference(before: RunDigest, after: RunDigest) -> tuple[str, ...]:
     return names if any(not name.startswith(SWITCH) for name in names) else ()
 
 
-@dataclass(frozen=True)
-class Training:
-    """What was recorded of one training."""
-
-    recorded: _StepRecorder
-    error: Exception | None
-
-    def difference(self, other: Training) -> Difference | None:
-        """Return where ``other`` first differs from this one, an error that it raised included; None if nowhere."""
-        found = self.recorded.difference(other.recorded)
-        if other.error is None:
-            return found
-        step = len(other.recorded.states)
-        if found is None or found.step >= step:
-            return Difference(step, (f"error: {type(other.error).__name__}: {other.error}",))
-        return found
-
-
 class Trainings:
     """Train any number of times from the start at which this was made.
 
@@ -243,31 +225,33 @@ class Trainings:
         self._streams.restore()
         restart_hook_stream()
 
-    def train(self, hooks: Sequence[AuditedHook] = (), reference: Training | None = None) -> Training:
-        """Train with ``hooks``; stop at the first step that differs from ``reference``, if that is given.
-
-        An error is part of the result if there are hooks; without them it is raised.
-        """
+    def train(self, hooks: Sequence[AuditedHook] = ()) -> Training:
+        """Train with ``hooks``. An error is part of the result if there are hooks; without them it is raised."""
         self.count += 1
         self.set_back()
         stack = ExitStack()
-        recorder = self._recorder(hooks, reference, stack)
-        error: Exception | None = None
+
+        def put_on_model(model: nn.Module, optimizer: Optimizer) -> None:
+            for hook in hooks:
+                if hook.way == "model":
+                    _put_on(hook, (model, optimizer), stack)
+
+        training = Training(put_on_model, self._steps)
         try:
-            with recorder:
+            with training:
                 # What hooks do when they are taken off belongs to the run too, also where that was stopped.
                 with suppress(_EnoughSteps), stack:
-                    self._put_around(hooks, recorder, stack)
+                    self._put_around(hooks, training, stack)
                     self._call_training(hooks)
-                recorder.finish()
+                training.finish()
         except Exception as raised:
             if not hooks:
                 raised.add_note("train_fn raised this without any hooks; audit() needs one that trains.")
                 raise
-            error = raised
-        if error is None:
-            self._check(recorder, hooks)
-        return Training(recorder, error)
+            training.error = raised
+        if training.error is None:
+            self._check(training, hooks)
+        return training
 
     def _call_training(self, hooks: Sequence[AuditedHook]) -> None:
         try:
@@ -275,22 +259,14 @@ class Trainings:
         except SystemExit as left:
             raise OptionError("The training called sys.exit(). Next: let train_fn return where it is done.") from left
 
-    def _recorder(self, hooks: Sequence[AuditedHook], reference: Training | None, stack: ExitStack) -> _StepRecorder:
-        def begin(model: nn.Module, optimizer: Optimizer) -> None:
-            for hook in hooks:
-                if hook.way == "model":
-                    _put_on(hook, (model, optimizer), stack)
-
-        return _StepRecorder(begin, steps=self._steps, reference=None if reference is None else reference.recorded)
-
-    def _put_around(self, hooks: Sequence[AuditedHook], recorder: _StepRecorder, stack: ExitStack) -> None:
+    def _put_around(self, hooks: Sequence[AuditedHook], training: Training, stack: ExitStack) -> None:
         """Put on what is there before the model is; lifecycle hooks begin at the first step, when all is known."""
         lifecycle = [hook for hook in hooks if hook.way == "lifecycle"]
 
         def begin(optimizer: Any, first: FirstStep) -> bool:
-            if recorder.model is None:
+            if training.model is None:
                 return False
-            run = _follow(lifecycle, recorder.model, optimizer, first)
+            run = _follow(lifecycle, training.model, optimizer, first)
             stack.callback(self._note_silent, run.manager)
             stack.push(run)
             return True
@@ -305,13 +281,13 @@ class Trainings:
         for name in manager.hooks:
             (self.silent.add if did_nothing(manager, name) else self.silent.discard)(name)
 
-    def _check(self, recorder: _StepRecorder, hooks: Sequence[AuditedHook]) -> None:
-        if not recorder.states:
+    def _check(self, training: Training, hooks: Sequence[AuditedHook]) -> None:
+        if not training.states:
             raise OptionError(
                 "train_fn made no step of a torch.optim.Optimizer in this process: there is nothing to compare. Next: "
                 "let train_fn train, not only define how, and let it make its steps here."
             )
-        if hooks and not self.by_training and not recorder.has_begun:
+        if hooks and not self.by_training and not training.has_begun:
             raise OptionError(
                 "No module has the parameters that the optimizer of train_fn trains: audit() cannot put hooks on one. "
                 "Next: write train_fn(hooks), which gets the hooks and puts them on itself."
@@ -330,25 +306,19 @@ class _EnoughSteps(BaseException):
     """Ends a training after the steps that were asked for; no error, so that nothing handles it as one."""
 
 
-class _StepRecorder:
-    """Keep the state of a run after every step, while the block lasts.
+class Training:
+    """One training, and the state of its run after every step; notes them while the block lasts.
 
     Args:
         begin: Called with the model and the optimizer when both are known, before the first step.
         steps: After how many steps `_EnoughSteps` is raised; None: never.
-        reference: The states of a training to compare with; at the first difference `_EnoughSteps` is raised.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[nn.Module, Optimizer], None],
-        *,
-        steps: int | None = None,
-        reference: _StepRecorder | None = None,
-    ) -> None:
+    def __init__(self, begin: Callable[[nn.Module, Optimizer], None], steps: int | None) -> None:
         self._begin = begin
         self._steps = steps
-        self._reference = reference
+        self.error: Exception | None = None
+        """What it raised."""
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._seen: WeakSet[nn.Module] = WeakSet()
@@ -386,8 +356,8 @@ class _StepRecorder:
         """Take the state that is left when the training has ended or was stopped, and the hooks are off."""
         self.end = self._now()
 
-    def difference(self, other: _StepRecorder) -> Difference | None:
-        """Return where ``other`` first differs from this training; None if nowhere."""
+    def difference(self, other: Training) -> Difference | None:
+        """Return where ``other`` first differs from this one, an error that it raised included; None if nowhere."""
         names = first_difference(self.start, other.start)
         if names:
             return Difference(-1, names)
@@ -396,11 +366,11 @@ class _StepRecorder:
             if names:
                 return Difference(step, names)
         counts = len(self.states), len(other.states)
+        if other.error is not None:
+            return Difference(counts[1], (f"error: {type(other.error).__name__}: {other.error}",))
         if counts[0] != counts[1]:
             return Difference(min(counts), (f"number of steps ({counts[0]}, then {counts[1]})",))
-        if self.end is None or other.end is None:
-            return None
-        names = first_difference(self.end, other.end)
+        names = () if self.end is None or other.end is None else first_difference(self.end, other.end)
         return Difference(counts[0] - 1, names, is_end=True) if names else None
 
     # -- while it trains ---------------------------------------------------------------------------------------
@@ -449,16 +419,8 @@ class _StepRecorder:
         if self._counts[optimizer] <= len(self.states):
             return
         self.states.append(self._now())
-        if self._is_enough():
+        if len(self.states) == self._steps:
             raise _EnoughSteps
-
-    def _is_enough(self) -> bool:
-        count = len(self.states)
-        if self._reference is not None:
-            known: Sequence[RunDigest] = self._reference.states
-            if count > len(known) or first_difference(known[count - 1], self.states[-1]):
-                return True
-        return self._steps is not None and count >= self._steps
 
     def _now(self) -> RunDigest:
         return run_digest(self._models, self._optimizers)
