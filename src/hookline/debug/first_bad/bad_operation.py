@@ -88,8 +88,6 @@ class BadOperation(ShownAsTable):
     module: str | None
     """Dotted name of the innermost module; of a backward operator, of the module whose forward it belongs to. Empty for
     the model itself, None outside of it."""
-    function: str
-    """What the code called, ``"torch.sqrt"``; empty if it is not known, and in the backward."""
     node: str
     """In the backward, the node of the graph: ``"SqrtBackward0"``."""
     forward_operator: str
@@ -119,7 +117,7 @@ class BadOperation(ShownAsTable):
         """Return one line: what, which operator, where."""
         if self.given:
             return f"{self.what} was given: {self.given}; first seen by {self.operator}{self._in_place}"
-        by = f", {self.function}" if self.function else f", {self.node}" if self.node else ""
+        by = f", {self.node}" if self.node else ""
         return f"{self.what} made by {self.operator}{by},{self._in_place}"
 
     def _table(self) -> Table:
