@@ -79,8 +79,8 @@ class _Steps:
         """With the recorder."""
         training = self._training
         with tempfile.TemporaryDirectory() as folder:
-            recorder = FlightRecorder(to=Path(folder) / "flight.json", signals=())
-            with recorder.recording(training.model, training.optimizer):
+            recorder = FlightRecorder(to=Path(folder) / "flight.json")
+            with hl.follow(training.model, training.optimizer, [recorder]):
                 yield from self._by(training.step)
         assert recorder.written == []
 

@@ -61,7 +61,7 @@ CLASSES = _named("""
         Kind MetricInfo MetricSink ModelDataContext PrecisionChecker RunDataContext Site StepSchedule TrainingHook
     debug: NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
         TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation AutogradGraph
-        Diagnosis FoundHook GraphNode SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
+        Diagnosis FoundHook SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
         RenameRule Flight FlightRecorder Replay TriggeredHooks
     distributed: Exchange
     edits: Edit

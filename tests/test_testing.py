@@ -109,12 +109,11 @@ def test_a_good_hook_passes_and_the_report_is_a_table():
     """In both loops, with everything that was asked on a line of its own."""
     report = check_hook(Mean, first=1.0)
     assert report.ok
-    assert list(report.passed) == ["points", "inert", "reset", "order", "offload", "state", "names", "described"]
+    assert list(report.passed) == ["inert", "reset", "order", "offload", "state", "described"]
     assert report.metrics == ("norm",)
     lines = str(report).splitlines()
     assert lines[0] == "hook 'mean', metrics: norm"
-    assert "ok  inert      the run is the same without it, in both loops" in lines
-    assert len(lines) == 1 + len(report.passed)
+    assert any(line.split()[:4] == ["ok", "inert", "The", "run"] for line in lines)
 
 
 def test_checking_leaves_the_random_streams_of_the_caller_alone():
@@ -197,7 +196,7 @@ class Unwritable(Mean):
 def test_state_that_does_not_come_through_is_found():
     """What is left out, and what no file can hold; and what is kept over a reset."""
     assert faulty(Forgets) == {"state"}
-    assert "'norm' at epoch 2 is" in text_of(Forgets, "state")
+    assert "in the epoch loop 'norm' at 2 is" in text_of(Forgets, "state")
     assert faulty(Unwritable) == {"state"}
     assert "raised CheckpointError" in text_of(Unwritable, "state")
     assert faulty(Remembers) == {"reset"}
@@ -222,22 +221,6 @@ def test_what_depends_on_offloading_or_on_neighbours_is_found():
     assert "generator of its own" in text_of(Draws, "order")
 
 
-class NamesItself(Plain):
-    def compute(self, ctx):
-        return {"NamesItself/x": 1.0}
-
-    def describe_metrics(self):
-        return [MetricInfo("NamesItself/x")]
-
-
-class Blanks(Plain):
-    def compute(self, ctx):
-        return {" x": 1.0}
-
-    def describe_metrics(self):
-        return [MetricInfo(" x")]
-
-
 class Silent(Plain):
     def describe_metrics(self):
         return [MetricInfo("y", "another")]
@@ -248,11 +231,8 @@ class Stranger(Plain):
         return ["x"]
 
 
-def test_names_and_descriptions_are_looked_at():
-    """The hook's own name in front, blanks, metrics that nobody explains, explanations that are none."""
-    assert faulty(NamesItself) == {"names"}
-    assert "would read 'NamesItself/NamesItself/x'. Next: return it as 'x'" in text_of(NamesItself, "names")
-    assert faulty(Blanks) == {"names"}
+def test_descriptions_are_looked_at():
+    """Metrics that nobody explains, explanations that are none."""
     assert faulty(Silent) == {"described"}
     assert "says nothing of 'x'" in text_of(Silent, "described")
     assert faulty(Stranger) == {"described"}
@@ -266,14 +246,6 @@ class WrongPoint(Plain):
     hook_points = {"POST_EPOK"}
 
 
-class WrongLoop(Plain):
-    loop_points = {"epochs": {HookPoint.POST_EPOCH}}
-
-
-class SlashedName(Plain):
-    name = "a/b"
-
-
 class NoCompute(hl.TrainingHook):
     hook_points = {HookPoint.POST_EPOCH}
 
@@ -283,26 +255,18 @@ class TakesNoState(Plain):
         return {"a": torch.zeros(())}
 
 
-class Shadows(Plain):
-    def __init__(self):
-        self.start = 3.0
-
-
 @pytest.mark.parametrize(
-    ("hook", "check", "text"),
+    ("hook", "text"),
     [
-        (NoPoints, "points", "never fires"),
-        (WrongPoint, "points", "Did you mean 'POST_EPOCH'"),
-        (WrongLoop, "points", "entry for 'epochs'"),
-        (SlashedName, "name", "'a/b'"),
-        (NoCompute, "signature", "define compute"),
-        (TakesNoState, "signature", "set_state_tensors"),
-        (Shadows, "signature", "'start' is a method of hooks"),
+        (NoPoints, "never fires"),
+        (WrongPoint, "Did you mean 'POST_EPOCH'"),
+        (NoCompute, "define compute"),
+        (TakesNoState, "set_state_tensors"),
     ],
 )
-def test_what_is_declared_is_checked_before_it_runs(hook, check, text):
-    assert faulty(hook) == {check}
-    assert text in text_of(hook, check)
+def test_what_is_declared_is_checked_before_it_runs(hook, text):
+    assert faulty(hook) == {"declared"}
+    assert text in text_of(hook, "declared")
 
 
 class Raises(Plain):
@@ -338,21 +302,11 @@ class Timed(Plain):
         return time.perf_counter()
 
 
-class Warns(Plain):
-    def value(self, ctx):
-        import warnings
-
-        warnings.warn("It found no embedding.", hl.HooklineWarning, stacklevel=2)
-        return 1.0
-
-
 def test_what_is_no_fault_is_a_note():
-    """Times differ from run to run; warnings are told once."""
+    """Times differ from run to run."""
     report = check_hook(Timed)
     assert report.ok
     assert any("'x' differ from one run to the next" in note for note in report.notes)
-    report = check_hook(Warns)
-    assert report.notes == ["It found no embedding."]
     assert "note" in str(report)
 
 

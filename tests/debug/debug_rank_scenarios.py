@@ -143,8 +143,8 @@ def bad_steps(part: Tensor, rank: int, to: Path) -> list[Any]:
         optimizer.step()
         return loss.detach()
 
-    recorder = FlightRecorder(to=to, signals=())
-    with recorder.recording(model, optimizer), find_bad_operations(model, optimizer, step_fn=step) as check:
+    recorder = FlightRecorder(to=to)
+    with hl.follow(model, optimizer, [recorder]), find_bad_operations(model, optimizer, step_fn=step) as check:
         for number in range(4):
             check.step(part * (float("inf") if (rank, number) == (1, 1) else 1.0), ids=[number])
     return [(each.step, each.verdict, each.batch, each.notes) for each in check.reports] + [check.bad_steps]

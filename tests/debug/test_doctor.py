@@ -1,4 +1,4 @@
-"""What the doctor says of a model: whose hooks, where none fires, what was left, what it costs."""
+"""What the doctor says of a model: whose hooks, where none fires."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_every_hook_has_an_owner_and_a_place() -> None:
     assert found["attn", "forward"].owner == "hookline"
     assert found["attn", "forward"].name == "look"
     assert found["body", "forward"].owner == "hookline"
-    assert found["body", "forward_pre"].owner == "torch (pruning)"
+    assert found["body", "forward_pre"].owner == "torch"
     assert found["body", "forward_pre"].where.startswith("torch/nn/utils/prune.py:")
-    assert found["tied", "parametrization"].owner == "torch (parametrization)"
+    assert found["tied", "parametrization"].owner == "torch"
     assert "tied.parametrizations.weight" not in [site.name for site in doctor(model).silent]  # it is called
     unknown = found["direct", "forward"]
     assert unknown.owner == "unknown"
@@ -107,32 +107,17 @@ def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -
 
 
 def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
-    """So is one that sits twice, and one of ours that nobody can take off."""
+    """So is one that sits twice."""
     model = Net()
     assert doctor(model).problems == []
     handle = hl.attach(model, "attn.out_proj", look)
-    twice = [model.body.register_forward_hook(look) for _ in range(2)]
+    for _ in range(2):
+        model.body.register_forward_hook(look)
     problems = doctor(model).problems
     assert len(problems) == 2
     assert problems[0].startswith("look (forward) on attn.out_proj will not fire: MultiheadAttention uses its weights")
     assert problems[1] == "look (forward) is on body 2 times"
-    del handle
-    found = doctor(model)
-    assert [hook.site for hook in found.leaks] == ["attn.out_proj"]
-    assert "hookline.attached(model) gives one" in found.problems[-1]
-    for each in hl.attached(model):
-        each.remove(quiet=True)
-    twice.clear()
-    found = doctor(model)
-    assert [hook.site for hook in found.leaks] == ["body", "body"]
-    assert any("nothing holds its handle" in note for note in found.notes)
-
-
-def test_the_fused_path_of_a_transformer_is_a_note() -> None:
-    """Hooks on its children fire, but switch the fused code off."""
-    layer = nn.TransformerEncoderLayer(4, 2, batch_first=True).eval()
-    assert any("fused code" in note for note in doctor(layer).notes)
-    assert not any("fused" in note for note in doctor(layer.train()).notes)
+    handle.remove(quiet=True)
 
 
 def test_code_that_was_compiled_without_guards_is_named() -> None:

@@ -78,7 +78,7 @@ def test_forward_and_backward_are_run_again_in_turns() -> None:
     assert order == ["forward", "backward"] * 6
     (report,) = check.reports
     assert report.verdict == "did not repeat"
-    assert report.batch == "ids [0, 1, 2]"
+    assert report.batch == "ids 0; ids 1; ids 2"
 
 
 def test_a_fault_of_the_step_before_is_reported_with_its_batch() -> None:

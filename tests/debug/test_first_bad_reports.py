@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,18 +58,3 @@ def test_a_step_with_sparse_gradients_is_run_again() -> None:
     assert "NotImplementedError: Could not run 'aten::as_strided'" in note
     assert "registered" not in note
     assert len(note) < 300
-
-
-def test_a_step_without_a_batch_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It may read from an iterator, which a second run would read from too."""
-    model = nn.Linear(3, 1)
-    optimizer, step = _stepping(model)
-    data = iter(torch.ones(3, 2, 3))
-    with caplog.at_level(logging.WARNING, "hookline.debug.first_bad"):
-        with find_bad_operations(model, optimizer, step_fn=lambda batch: step(next(data))) as check:
-            check.step()
-            check.step(None)
-        with find_bad_operations(model, optimizer, step_fn=step) as check:
-            check.step(torch.ones(2, 3))
-    (record,) = caplog.records
-    assert "check.step(batch)" in record.getMessage()

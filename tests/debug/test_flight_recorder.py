@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 import torch
 from helpers_first_bad import Run, log_of_negative
 from helpers_house import House, differences, fingerprint, house_batch
-from helpers_warm import run_warm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.debug import FlightRecorder, read_flight
@@ -25,11 +24,11 @@ from hookline.observe.watch.monitor import StepRows
 def test_the_steps_before_a_nan_are_written_with_batch_loss_and_random_streams(tmp_path: Path) -> None:
     """Three steps of a loop of one's own; the streams of a step are those that its dropout drew from."""
     run, path = Run(log_of_negative), tmp_path / "flight.json"
-    begins = []
-    with FlightRecorder(to=path, keep=3).recording(run.model, run.optimizer) as recorder:
-        for batch in run.data:
+    recorder, begins, loader = FlightRecorder(to=path, keep=3), [], DataLoader(run.data, batch_size=None)
+    with hl.follow(run.model, run.optimizer, [recorder], loader=loader):
+        for batch in loader:
             begins.append(torch.get_rng_state())
-            recorder.note(loss=run.step(batch), batch=batch)
+            run.step(batch)
     flight = read_flight(path)
     assert recorder.written == ["NaN or infinity at layers.7/forward in step 2"] == [flight.reason]
     assert [step["step"] for step in flight.steps] == [0, 1, 2]
@@ -86,49 +85,11 @@ def test_an_exception_and_a_spike_are_written_and_shown_in_the_report(tmp_path: 
     assert "could not be read" in hl.write_report(tmp_path / "13").read_text(encoding="utf-8")
 
 
-_CHILD = """
-import os, signal, sys, torch
-from torch import nn
-import hookline as hl
-from hookline.debug import FlightRecorder
-
-def train(path, number):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with FlightRecorder(to=path, keep=4, signals=["SIGTERM"]).recording(model, optimizer) as recorder:
-        for step in range(10):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            recorder.note(loss=loss, ids=[step])
-            if step == 6:
-                os.kill(os.getpid(), number)
-
-child = os.fork()
-if not child:
-    train(sys.argv[1], signal.SIGTERM)
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_real_signal_leaves_a_file(tmp_path: Path) -> None:
-    """SIGTERM writes and then ends the process as ever."""
-    path = str(tmp_path / "term.json")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run_warm(
-        [sys.executable, "-c", _CHILD, path], capture_output=True, text=True, env=environment, timeout=300, check=True
-    )
-    assert done.stdout.split() == [str(-signal.SIGTERM)]
-    asked = read_flight(path)
-    assert asked.reason == "SIGTERM"
-    assert [step["batch"] for step in asked.steps] == [f"ids [{step}]" for step in (3, 4, 5, 6)]
-
-
-def test_a_signal_that_the_run_survives_may_come_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_write_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here while the recorder looks whether the numbers of a step have arrived: the step is written, and taken once."""
-    before = signal.signal(signal.SIGUSR1, lambda *args: None)
+    path = tmp_path / "flight.json"
+    recorder = FlightRecorder(to=path)
+    before = signal.signal(signal.SIGUSR1, lambda *args: recorder.write("SIGUSR1"))
     is_there = StepRows.is_there
 
     def interrupted(rows: StepRows) -> bool:
@@ -139,13 +100,11 @@ def test_a_signal_that_the_run_survives_may_come_at_any_moment(tmp_path: Path, m
     monkeypatch.setattr(StepRows, "is_there", interrupted)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = tmp_path / "flight.json"
     try:
-        with FlightRecorder(to=path, signals=["SIGUSR1"]).recording(model, optimizer) as recorder:
-            for number in range(6):
+        with hl.follow(model, optimizer, [recorder]):
+            for _ in range(6):
                 model(torch.ones(3, 2)).sum().backward()
                 optimizer.step()
-                recorder.note(ids=[number])
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert set(recorder.written) == {"SIGUSR1"}
@@ -184,12 +143,10 @@ def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(
     recorder = FlightRecorder(to=folder / "flight.json")
 
     def run(steps: int) -> None:
-        with recorder.recording(model, optimizer):
+        with hl.follow(model, optimizer, [recorder]):
             for number in range(steps):
-                loss = model(torch.full((2, 2), float("nan") if number == 2 else 1.0)).sum()
-                loss.backward()
+                model(torch.full((2, 2), float("nan") if number == 2 else 1.0)).sum().backward()
                 optimizer.step()
-                recorder.note(loss=loss, ids=[number])
             raise KeyError("the end")
 
     folder.rmdir()
@@ -215,5 +172,3 @@ def test_files_and_options_that_are_none_are_refused(tmp_path: Path) -> None:
         read_flight(tmp_path / "new.json")
     with pytest.raises(hl.errors.OptionError, match="keep="):
         FlightRecorder(keep=0)
-    with pytest.raises(hl.errors.OptionError, match="to="):
-        FlightRecorder().recording(nn.Linear(2, 2), None)

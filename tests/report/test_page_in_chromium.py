@@ -76,11 +76,11 @@ def test_the_map_opens_at_the_layer_of_the_first_anomaly_and_the_last_steps_are_
     log.close()
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.debug.FlightRecorder(to=tmp_path / "flight_recorder.json").recording(model, optimizer) as recorder:
-        for number in range(20):
+    recorder = hl.debug.FlightRecorder(to=tmp_path / "flight_recorder.json")
+    with hl.follow(model, optimizer, [recorder]):
+        for _ in range(20):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            recorder.note(ids=[number])
         recorder.write("a test")
     page = visit(write_report([tmp_path])).load()
     assert page.input_value("#row-layer") == "layers.2"

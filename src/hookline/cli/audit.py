@@ -42,8 +42,8 @@ class AuditOptions:
     train: Annotated[str | None, Show("FILE:FUNCTION")] = None
     """A function that trains, in place of a run file: without arguments, or with the list of hooks as the only one."""
     hooks: Annotated[tuple[str, ...], Show("HOOK")] = ()
-    """Names of hooks or groups. For --train also files of specs, and FILE:NAME of a function of the model, a torch
-    forward hook or a context manager."""
+    """Names of hooks or groups. For --train also FILE:NAME of a function of the model, or of one without arguments that
+    makes a context manager."""
     steps: Annotated[int, Show("N")] = 20
     """After how many steps a training is stopped."""
     json: bool = False
@@ -70,7 +70,8 @@ def _audited(options: AuditOptions) -> Audit:
     if not options.hooks:
         raise OptionError("hookline audit needs hooks for this training: --hooks NAME, or --hooks FILE:NAME.")
     train = load_object(str(options.train), wanted="a function that trains")
-    return audit_training(train, options.hooks, steps=options.steps)
+    hooks = [load_object(name, wanted="a hook") if ":" in name else name for name in options.hooks]
+    return audit_training(train, hooks, steps=options.steps)
 
 
 def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:

@@ -215,7 +215,7 @@ def _made_model(thing: Any, path: str) -> Any:
 
 @dataclass
 class DoctorOptions:
-    """Say who hooks what in a model, which modules no hook would fire on and why, what is left behind, what it costs.
+    """Say who hooks what in a model, and which modules no hook would fire on and why.
 
     Exit codes: 0 no problems, 1 problems.
 

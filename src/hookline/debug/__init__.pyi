@@ -23,7 +23,6 @@ from hookline.debug.compare.trace import Trace as Trace
 from hookline.debug.compare.trace_files import TraceFolder as TraceFolder
 from hookline.debug.compare.trace_files import read_trace as read_trace
 from hookline.debug.diagnose.autograd_graph import AutogradGraph as AutogradGraph
-from hookline.debug.diagnose.autograd_graph import GraphNode as GraphNode
 from hookline.debug.diagnose.autograd_graph import graph as graph
 from hookline.debug.diagnose.doctor import Diagnosis as Diagnosis
 from hookline.debug.diagnose.doctor import FoundHook as FoundHook

@@ -187,36 +187,31 @@ def _noise(values: Values) -> float:
 
 
 class LossHistory:
-    """Tell whether a loss is a spike or a new best, by those before it.
+    """Tell whether a loss begins a spike, by those before it.
 
-    Recipe: ``history = LossHistory(); is_spike, is_best = history.add(2.31)``.
+    Recipe: ``history = LossHistory(); is_spike = history.add(2.31)``.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=2 * _LOSS_WINDOW)
         self._first: list[float] = []
-        self._best = math.inf
 
-    def add(self, loss: float | None) -> tuple[bool, bool]:
-        """Add a loss; return whether it begins a spike, and whether it is the smallest so far (the first is not)."""
+    def add(self, loss: float | None) -> bool:
+        """Add a loss; return whether it begins a spike."""
         if loss is None or not math.isfinite(loss):
-            return False, False
+            return False
         if len(self._first) < _LEVEL:
             self._first.append(loss)
-        is_best = loss < self._best < math.inf
-        self._best = min(self._best, loss)
         self._losses.append(loss)
         values = np.array(self._losses)
         curve = Curve("loss", np.arange(values.size), values)
-        last = values.size - 1
-        is_spike = any(event.step == last for event in loss_spikes(curve, float(np.median(self._first))))
-        return is_spike, is_best
+        return any(event.step == values.size - 1 for event in loss_spikes(curve, float(np.median(self._first))))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know."""
-        return {"losses": list(self._losses), "first": list(self._first), "best": self._best}
+        return {"losses": list(self._losses), "first": list(self._first)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._losses = deque(state["losses"], maxlen=2 * _LOSS_WINDOW)
-        self._first, self._best = list(state["first"]), state["best"]
+        self._first = list(state["first"])

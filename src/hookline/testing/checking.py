@@ -10,7 +10,7 @@ import copy
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +23,9 @@ from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.guard.digest import changed, digest
 from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
 from hookline.lifecycle.registry import HookRegistry, make_hook
-from hookline.lifecycle.registry import check_hook as check_registered
 from hookline.messages import type_name
 from hookline.sites.find import assert_no_hooks
+from hookline.tables import ShownAsTable, Table
 from hookline.testing.small_run import (
     DrawingHook,
     Outcome,
@@ -37,30 +37,52 @@ from hookline.testing.small_run import (
     small_experiment,
 )
 from hookline.training.experiment import Experiment
-from hookline.when import HookPoint, validate_points
+from hookline.when import HookPoint
 
 __all__ = ["Finding", "HookCheck", "check_hook"]
 
-_PASSED: Final = {
-    "state": "saved in the middle and loaded elsewhere, it goes on with the same metrics",
-    "reset": "used again for another run, it gives the same metrics",
-    "order": "its metrics do not depend on other hooks",
-    "offload": "its tensors may wait elsewhere between firings",
+_CHECKS: Final = {
+    "declared": (
+        "A manager takes the hook: its methods take what they are given, and its points exist",
+        "",
+    ),
+    "runs": (
+        "The hook runs",
+        "let it work on the models and at the points that it declares, or return None where it cannot",
+    ),
+    "fires": (
+        "The hook is due at least once",
+        "pass arguments by which its schedule begins earlier, or check_hook(…, num_steps=…) for longer runs",
+    ),
+    "inert": (
+        "The run is the same with the hook and without, to the last bit, and no hook is left on the model",
+        "work on copies, put modes back, draw from a generator of its own, remove in finish() what start() attached; "
+        "or make it an InterventionHook: whatever that does is undone",
+    ),
+    "reset": (
+        "A second run with the same hook gives the metrics of the first",
+        "forget in reset() whatever was kept",
+    ),
+    "order": (
+        "Metrics are the same whichever hooks run before and after",
+        "draw random numbers from a generator of its own, and keep nothing where other hooks can reach it",
+    ),
+    "offload": (
+        "Metrics are the same when state tensors wait elsewhere between firings, and come back as other objects",
+        "read state tensors anew at every firing, and take back in set_state_tensors() all that was handed out",
+    ),
+    "state": (
+        "A run that is saved and goes on in another process gives the metrics of one that was not",
+        "hand out in state_dict(), or get_state_tensors(), all that is kept between firings, and take it back",
+    ),
+    "described": (
+        "describe_metrics() tells what each metric means",
+        "return [MetricInfo('norm', 'what it measures'), …] there; 'norm/{layer}' stands for all of that kind",
+    ),
 }
-_ASKED: Final = {
-    "state": "A run that is saved and goes on in another process gives the metrics of one that was not",
-    "reset": "A second run with the same hook gives the metrics of the first",
-    "order": "Metrics are the same whichever hooks run before and after",
-    "offload": "Metrics are the same when state tensors wait elsewhere between firings, and come back as other objects",
-    "runs": "The hook runs",
-}
-_NEXT: Final = {
-    "state": "hand out in state_dict(), or get_state_tensors(), all that is kept between firings, and take it back",
-    "reset": "forget in reset() whatever was kept",
-    "order": "draw random numbers from a generator of its own, and keep nothing where other hooks can reach it",
-    "offload": "read state tensors anew at every firing, and take back in set_state_tensors() all that was handed out",
-    "runs": "let it work on the models and at the points that it declares, or return None where it cannot",
-}
+"""Of each check, what is asked and what to do next."""
+_LOOPS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+"""The points that each loop fires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +99,7 @@ class Finding:
 
 
 @dataclass(repr=False)
-class HookCheck:
+class HookCheck(ShownAsTable):
     """Hold what came of checking a hook; prints as a table.
 
     Recipe: ``print(hookline.testing.check_hook(MyHook))``.
@@ -86,7 +108,7 @@ class HookCheck:
     hook: str
     """Its name."""
     passed: dict[str, str] = field(default_factory=dict)
-    """The checks that found nothing, and what they did."""
+    """The checks that found nothing, and what they asked."""
     findings: list[Finding] = field(default_factory=list)
     """What was found."""
     skipped: dict[str, str] = field(default_factory=dict)
@@ -108,198 +130,16 @@ class HookCheck:
             lines = [f"  {finding.check}: {finding.text}" for finding in self.findings]
             raise HookCheckError("\n".join([f"Hook {self.hook!r} has {number}.", *lines]))
 
-    def __repr__(self) -> str:
-        rows = [("ok", check, text) for check, text in self.passed.items()]
+    def _table(self) -> Table:
+        rows = [("ok", check, asked) for check, asked in self.passed.items()]
         rows += [("found", finding.check, finding.text) for finding in self.findings]
-        rows += [("skipped", check, text) for check, text in self.skipped.items()]
+        rows += [("skipped", check, why) for check, why in self.skipped.items()]
         rows += [("note", "", text) for text in self.notes]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        lines = [f"{state.ljust(widths[0])}  {check.ljust(widths[1])}  {text}" for state, check, text in rows]
-        return "\n".join([f"hook {self.hook!r}, metrics: {', '.join(self.metrics) or 'none'}", *lines])
-
-
-# -- sentences -------------------------------------------------------------------------------------------------
-
-
-def _say_raised(check: str, run: SmallRun, error: Exception, *, ours: bool) -> str:
-    """Return the sentence for a check in which the hook raised."""
-    found = f"{type(error).__name__}: {error}".rstrip(".")
-    after = "" if ours else f" Next: {_NEXT[check]}."
-    return f"{_ASKED[check]}; in the {run.loop} loop it raised {found}.{after}"
-
-
-def _say_differs(check: str, run: SmallRun, changed: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
-    """Return the sentence for metrics that are not those of the run that it is compared with."""
-    pairs = [(one, other) for one, other in zip(wanted, found, strict=False) if digest(one) != digest(other)]
-    if pairs:
-        (*_, at, _, one), (*_, other) = pairs[0]
-        values = f"{_first(changed)} at {run.loop} {at} is {_short(other)}, and should be {_short(one)}"
-    else:
-        values = f"{_first(changed)} came {len(found)} times, and should have come {len(wanted)} times"
-    more = f" ({len(changed) - 1} more differ)" if len(changed) > 1 else ""
-    return f"{_ASKED[check]}; in the {run.loop} loop {values}{more}. Next: {_NEXT[check]}."
-
-
-def _say_not_inert(hook: TrainingHook, run: SmallRun, changed: Sequence[str]) -> str:
-    """Return the sentence for a run that is another one with the hook."""
-    streams = all(name.startswith("random stream") for name in changed)
-    if hook.pure and any(name.startswith("random stream") for name in changed):
-        after = "it promises pure = True and draws random numbers: take that out, or draw from a generator of its own"
-    elif all(name.startswith("mode of") for name in changed):
-        after = "put the mode of the model back, or leave it alone"
-    elif isinstance(hook, InterventionHook) or streams:
-        after = "find out who else holds what it changes; interventions are undone, start() and finish() are not"
-    else:
-        after = "work on copies, or make it an InterventionHook: whatever that does is undone"
-    return (
-        f"The run is the same with the hook and without, to the last bit; after {run.length} in the {run.loop} loop "
-        f"{_some(changed)} differ. Next: {after}."
-    )
-
-
-def _say_hooks_left(run: SmallRun, error: Exception) -> str:
-    """Return the sentence for hooks that are still attached."""
-    first = str(error).splitlines()[0].rstrip(".")
-    return (
-        f"When a run is over, the model is as it was; after the {run.loop} loop hooks are still on it ({first}). Next: "
-        "keep the handles of start(), and remove them in finish()."
-    )
-
-
-def _say_never_fired(steps: int) -> str:
-    """Return the sentence for a hook that did not fire."""
-    return (
-        f"The hook is due at least once in a run of {steps} steps or more, and it was not. Next: pass arguments by "
-        "which its schedule begins earlier, or check_hook(…, num_steps=…) for longer runs."
-    )
-
-
-def _say_unsteady(names: Sequence[str]) -> str:
-    """Return the note about metrics that differ between equal runs, which is no fault: times do."""
-    return f"{_some(names)} differ from one run to the next that is the same (times? NumPy's random numbers?)."
-
-
-def _first(names: Sequence[str]) -> str:
-    return repr(names[0])
-
-
-def _short(value: Any) -> str:
-    text = repr(list(value)) if isinstance(value, list) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(map(repr, names[:4])) + more
-
-
-# -- what a hook declares ---------------------------------------------------------------------------------------------
-
-_PLACEHOLDER = re.compile(r"\{[^{}]*\}")
-
-
-def _check_declaration(hook: TrainingHook, report: HookCheck) -> bool:
-    """Add what is wrong with a declaration to the report; return whether the hook can be run."""
-    before = len(report.findings)
-    try:
-        check_registered(hook)
-    except HooklineError as error:
-        report.findings.append(Finding("signature", str(error)))
-    report.findings += [Finding("signature", text) for text in _shadowed(hook)]
-    if not isinstance(hook.name, str) or not hook.name or "/" in hook.name or hook.name != hook.name.strip():
-        report.findings.append(
-            Finding(
-                "name",
-                f"Metrics are reported as 'name/metric', and the name is {hook.name!r}. Next: give it a name without "
-                "slashes and without blanks around it.",
-            )
+        return Table(
+            ("", "check", "what was asked"),
+            rows,
+            title=f"hook {self.hook!r}, metrics: {', '.join(self.metrics) or 'none'}",
         )
-    report.findings += [Finding("points", text) for text in _wrong_points(hook)]
-    if len(report.findings) == before:
-        report.passed["points"] = "it declares when it is due"
-    return len(report.findings) == before
-
-
-def _shadowed(hook: TrainingHook) -> list[str]:
-    methods = [name for name, value in vars(TrainingHook).items() if callable(value) and not name.startswith("_")]
-    return [
-        f"{name!r} is a method of hooks, and here it is {getattr(hook, name)!r}. Next: call that something else."
-        for name in methods
-        if not callable(getattr(hook, name))
-    ]
-
-
-def _wrong_points(hook: TrainingHook) -> list[str]:
-    by_loop: Any = hook.loop_points
-    if by_loop is not None and not isinstance(by_loop, Mapping):
-        return [f"loop_points is a dictionary with 'epoch' and 'step'; got {by_loop!r}. Next: make it one."]
-    texts = [
-        f"loop_points has an entry for {loop!r}, and the loops are 'epoch' and 'step'. Next: name it so."
-        for loop in by_loop or ()
-        if loop not in ("epoch", "step")
-    ]
-    for points in [hook.hook_points, *(by_loop or {}).values()]:
-        try:
-            validate_points(points or ())
-        except (HooklineError, TypeError) as error:
-            texts.append(f"{error} Next: take points of HookPoint.")
-    if not texts and not any(map(bool, [hook.hook_points, *(by_loop or {}).values()])):
-        texts.append("It has no point, so it never fires. Next: hook_points = {HookPoint.POST_EPOCH}, say.")
-    return texts
-
-
-def _check_names(hook: TrainingHook, metrics: Iterable[str], report: HookCheck) -> None:
-    """Add what is wrong with the names and descriptions of metrics to the report."""
-    texts = [text for name in metrics for text in _wrong(hook.name, name)]
-    report.findings += [Finding("names", text) for text in texts]
-    if not texts:
-        report.passed["names"] = "metrics have plain names"
-    described = _description(hook, list(metrics))
-    report.findings += [Finding("described", text) for text in described]
-    if not described:
-        report.passed["described"] = "describe_metrics() tells what each metric means"
-
-
-def _wrong(hook: str, name: str) -> list[str]:
-    if name.startswith(f"{hook}/"):
-        short = name.removeprefix(f"{hook}/") or "value"
-        return [
-            f"A metric is reported as 'hook/metric', and {name!r} would read {f'{hook}/{name}'!r}. Next: return it as "
-            f"{short!r}."
-        ]
-    if name != name.strip() or not name.isprintable() or "//" in name or name.startswith("/") or name.endswith("/"):
-        return [
-            f"Names of metrics are words with single slashes between, and {name!r} is not. Next: leave blanks, "
-            "control characters and empty parts out."
-        ]
-    return []
-
-
-def _description(hook: TrainingHook, metrics: list[str]) -> list[str]:
-    infos = list(hook.describe_metrics() or ())
-    strangers = [info for info in infos if not isinstance(info, MetricInfo)]
-    if strangers:
-        return [f"describe_metrics() gives a list of MetricInfo, and {strangers[0]!r} is none. Next: make it one."]
-    patterns = [_pattern(info.name) for info in infos]
-    missing = [name for name in metrics if not any(pattern.fullmatch(name) for pattern in patterns)]
-    if not missing:
-        return []
-    return [
-        f"describe_metrics() tells what each metric means, and says nothing of {', '.join(map(repr, missing[:5]))}"
-        f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}. Next: return [MetricInfo({missing[0]!r}, "
-        "'what it measures'), …] there; 'norm/{layer}' stands for all of that kind."
-    ]
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    """Return a pattern for a name with places in braces."""
-    return re.compile(".+".join(map(re.escape, _PLACEHOLDER.split(name))), re.DOTALL)
-
-
-# -- the runs ---------------------------------------------------------------------------------------------------------
-
-LOOPS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
-"""The points that each loop fires."""
 
 
 def check_hook(
@@ -320,7 +160,7 @@ def check_hook(
     It is trained with, in both loops where it takes part, for a second or two. Asked is that the run is the same with
     the hook and without, to the last bit; that it has valid points and fires; that its metrics are the same when the
     run is saved in the middle and goes on elsewhere, when it is reset, when other hooks run before or after it, and
-    when its tensors wait elsewhere; and that its metrics have good names, which ``describe_metrics`` explains.
+    when its tensors wait elsewhere; and that ``describe_metrics`` explains them.
 
     Args:
         hook: A class, an object (which is copied for every run), or a name of `HookRegistry`.
@@ -329,14 +169,8 @@ def check_hook(
         raises: Whether findings are raised, all in one error, or just returned.
         options: Arguments of the hook.
     """
-    make = _maker(hook, options)
     with kept_streams():
-        checker = _Checker(make, make_experiment, num_steps)
-        report = checker.report
-        if _check_declaration(checker.make(), report):
-            for loop in LOOPS:
-                checker.check_in(loop)
-            checker.conclude()
+        report = _Checker(_maker(hook, options), make_experiment, num_steps).check()
     if raises:
         report.raise_if_any()
     return report
@@ -356,12 +190,6 @@ def _maker(hook: Any, options: dict[str, Any]) -> Callable[[], TrainingHook]:
     )
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of metrics that are not the same to the last bit."""
-    first, second = ({name: digest(value) for name, value in metrics.items()} for metrics in (one, other))
-    return changed(first, second)
-
-
 class _Checker:
     """Check one hook, run after run."""
 
@@ -369,12 +197,30 @@ class _Checker:
         self._make = make
         self._experiment = experiment
         self._steps = steps
-        self.report = HookCheck(self.make().name)
+        self._report = HookCheck(self._made().name)
         self._seen: dict[str, list[Any]] = {}
-        self._fired = False
-        self._has_run = False
+        self._fired: list[int] = []
+        """How often it was called, in each loop in which it takes part."""
 
-    def make(self) -> TrainingHook:
+    def check(self) -> HookCheck:
+        """Make all checks, and return what came of them."""
+        try:
+            self._trial()
+        except HooklineError as error:
+            self._find("declared", str(error).rstrip("."))
+            return self._report
+        for loop in _LOOPS:
+            self._check_in(loop)
+        if self._fired and not any(self._fired):
+            self._find("fires", f"in runs of {self._steps} steps or more it was not")
+        self._report.metrics = tuple(self._seen)
+        if self._seen:
+            self._check_descriptions()
+        for finding in self._report.findings:  # one loop may find what the other did not
+            self._report.passed.pop(finding.check, None)
+        return self._report
+
+    def _made(self) -> TrainingHook:
         """Return the hook, new; one that begins with random numbers begins with the same."""
         with kept_streams():  # of a run that is under way
             torch.manual_seed(0)
@@ -382,8 +228,8 @@ class _Checker:
             random.seed(0)
             return self._make()
 
-    def _trial(self, **around: Any) -> Trial:
-        hook = self.make()
+    def _trial(self, hook: TrainingHook | None = None, **around: Any) -> Trial:
+        hook = self._made() if hook is None else hook
         reference = None
         if hook.needs_reference_weights:
             with kept_streams():
@@ -391,21 +237,19 @@ class _Checker:
             reference = {name: value.detach() * 1.1 + 0.01 for name, value in model.named_parameters()}
         return Trial(hook, reference=reference, **around)
 
-    def check_in(self, loop: str) -> None:
+    def _check_in(self, loop: str) -> None:
         """Make all checks in one of the loops."""
         trial = self._trial()
         trial.manager.plan.use_loop(loop)
-        if not trial.manager.plan.points or trial.manager.plan.will_not_fire(LOOPS[loop]):
-            self.report.skipped[f"{loop} loop"] = "it takes no part there"
+        if not trial.manager.plan.points or trial.manager.plan.will_not_fire(_LOOPS[loop]):
+            self._report.skipped[f"{loop} loop"] = "it takes no part there"
             return
         run = SmallRun(loop, self._experiment, self._steps)
         alone = self._attempt("runs", run, lambda: run.whole(trial))
         if alone is None:
             return
-        self._has_run = True
-        self._fired = self._fired or trial.fired > 0
-        self.report.notes += [text for text in alone.warned if text not in self.report.notes]
-        self._seen = {**self._seen, **alone.metrics}
+        self._fired.append(trial.fired)
+        self._seen |= alone.metrics
         self._check_inert(run, alone)
         steady = self._steady(run, alone)
         for check, act in self._variations(run, trial).items():
@@ -416,51 +260,38 @@ class _Checker:
             unbroken = {name: values for name, values in parts.metrics.items() if name in steady}
             self._compare("state", run, unbroken, lambda: run.in_two(self._trial(), self._resumed))
 
-    def conclude(self) -> None:
-        """Make the checks that need both loops, and drop what another loop found wrong from what passed."""
-        if self._has_run and not self._fired:
-            self._find("fires", _say_never_fired(self._steps))
-        self.report.metrics = tuple(self._seen)
-        if self._seen:
-            _check_names(self.make(), self._seen, self.report)
-        found = {finding.check for finding in self.report.findings}
-        for check in found:
-            self.report.passed.pop(check, None)
-
     # -- single checks ---------------------------------------------------------------------------------------
 
     def _check_inert(self, run: SmallRun, alone: Outcome) -> None:
-        plain = run.whole(None)
         # Weights first: a name that every author knows, of all that differs at the end of a run.
-        names = sorted(changed(plain.left, alone.left), key=lambda name: not name.startswith("weight "))
+        names = sorted(changed(run.whole(None).left, alone.left), key=lambda name: not name.startswith("weight "))
         if names:
-            self._find("inert", _say_not_inert(self.make(), run, names))
-        else:
-            self._pass("inert", run, "the run is the same without it")
+            self._find("inert", f"after {run.length} in the {run.loop} loop {_some(names)} differ")
         try:
             assert_no_hooks(alone.model, foreign=True)
         except HooksLeftError as error:
-            self._find("inert", _say_hooks_left(run, error))
+            self._find("inert", f"after the {run.loop} loop: {str(error).splitlines()[0].rstrip('.')}")
+        self._pass("inert")
 
     def _steady(self, run: SmallRun, alone: Outcome) -> dict[str, list[Any]]:
         """Return the metrics that the same run gives twice; others cannot be compared."""
-        again = run.whole(self._trial()).metrics
-        unsteady = _differing(alone.metrics, again)
-        if unsteady:
-            note = _say_unsteady(unsteady)
-            self.report.notes += [note] if note not in self.report.notes else []
+        unsteady = _differing(alone.metrics, run.whole(self._trial()).metrics)
+        note = f"{_some(unsteady)} differ from one run to the next that is the same (times? NumPy's random numbers?)."
+        if unsteady and note not in self._report.notes:
+            self._report.notes.append(note)
         return {name: values for name, values in alone.metrics.items() if name not in unsteady}
 
     def _variations(self, run: SmallRun, used: Trial) -> dict[str, Callable[[], Outcome]]:
         """Return runs in which its metrics have to be the same."""
-        neighbours: dict[str, list[TrainingHook]] = {"before": [StirringHook()]}
+        neighbours: dict[str, Any] = {"before": [StirringHook()]}
         if not isinstance(used.hook, InterventionHook):
             # What an intervention trains goes through dropout, which draws from the stream that all hooks share.
             neighbours = {"before": [StirringHook(), DrawingHook("before")], "after": [DrawingHook("after")]}
+        moved = self._made()
         return {
-            "reset": lambda: self._used_again(run, used),
+            "reset": lambda: run.whole(used.forgotten()),
             "order": lambda: run.whole(self._trial(**neighbours)),
-            "offload": lambda: run.whole(self._with_replaced_tensors()),
+            "offload": lambda: run.whole(self._trial(moved, after=[ReplacingHook(moved)])),
         }
 
     def _compare(self, check: str, run: SmallRun, wanted: dict[str, list[Any]], act: Callable[[], Outcome]) -> None:
@@ -470,9 +301,8 @@ class _Checker:
         found = {name: values for name, values in outcome.metrics.items() if name in wanted}
         names = _differing(wanted, found)
         if names:
-            self._find(check, _say_differs(check, run, names, wanted[names[0]], found.get(names[0], [])))
-        else:
-            self._pass(check, run, _PASSED[check])
+            self._find(check, f"in the {run.loop} loop {_difference(names, wanted, found)}")
+        self._pass(check)
 
     def _resumed(self, first: Trial) -> Trial:
         """Return the hook in another manager, from a file."""
@@ -486,15 +316,17 @@ class _Checker:
         second.manager.load_state_dict(state)
         return second
 
-    @staticmethod
-    def _used_again(run: SmallRun, used: Trial) -> Outcome:
-        used.forget()
-        return run.whole(used)
-
-    def _with_replaced_tensors(self) -> Trial:
-        trial = self._trial(after=[ReplacingHook()])
-        trial.manager.hooks[ReplacingHook.name].target = trial.hook  # type: ignore[attr-defined]
-        return trial
+    def _check_descriptions(self) -> None:
+        infos = list(self._made().describe_metrics() or ())
+        strangers = [info for info in infos if not isinstance(info, MetricInfo)]
+        if strangers:
+            self._find("described", f"{strangers[0]!r} is no MetricInfo")
+            return
+        patterns = [re.compile(".+".join(map(re.escape, re.split(r"\{[^{}]*\}", info.name)))) for info in infos]
+        missing = [name for name in self._seen if not any(pattern.fullmatch(name) for pattern in patterns)]
+        if missing:
+            self._find("described", f"it says nothing of {_some(missing)}")
+        self._pass("described")
 
     # -- the report ------------------------------------------------------------------------------------------
 
@@ -502,13 +334,41 @@ class _Checker:
         try:
             return act()
         except Exception as error:
-            self._find(check, _say_raised(check, run, error, ours=isinstance(error, HooklineError)))
+            told = f"{type(error).__name__}: {error}".rstrip(".")
+            self._find(check, f"in the {run.loop} loop it raised {told}")
             return None
 
-    def _find(self, check: str, text: str) -> None:
-        self.report.findings.append(Finding(check, text))
+    def _find(self, check: str, found: str) -> None:
+        asked, after = _CHECKS[check]
+        text = f"{asked}; {found}." + (f" Next: {after}." if after else "")
+        self._report.findings.append(Finding(check, text))
 
-    def _pass(self, check: str, run: SmallRun, text: str) -> None:
-        """Note a check that found nothing, in one loop or in both."""
-        loops = "both loops" if check in self.report.passed else f"the {run.loop} loop"
-        self.report.passed[check] = f"{text}, in {loops}"
+    def _pass(self, check: str) -> None:
+        """Note a check as passed, until a finding takes it out again."""
+        self._report.passed[check] = _CHECKS[check][0]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of metrics that are not the same to the last bit."""
+    first, second = ({name: digest(value) for name, value in metrics.items()} for metrics in (one, other))
+    return changed(first, second)
+
+
+def _difference(names: list[str], wanted: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> str:
+    """Return in words where the first of the metrics that differ does so."""
+    name, more = names[0], f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
+    ones, others = wanted[name], found.get(name, [])
+    for (*_, at, _, one), (*_, other) in zip(ones, others, strict=False):
+        if digest(one) != digest(other):
+            return f"{name!r} at {at} is {_short(other)}, and should be {_short(one)}{more}"
+    return f"{name!r} came {len(others)} times, and should have come {len(ones)} times{more}"
+
+
+def _short(value: Any) -> str:
+    text = repr(list(value)) if isinstance(value, list) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(map(repr, names[:4])) + more

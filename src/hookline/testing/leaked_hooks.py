@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hookline.debug.diagnose.doctor import FoundHook, HeldHandles, hooks_by_module, hooks_of_process
+from hookline.debug.diagnose.doctor import FoundHook, hooks_by_module, hooks_of_process
 from hookline.errors import HooksLeftError
 from hookline.messages import counted
 
@@ -46,9 +46,9 @@ def _hooks() -> dict[tuple[object, ...], list[FoundHook]]:
     found: dict[tuple[object, ...], list[FoundHook]] = defaultdict(list)
     for hook in hooks_of_process():
         found[0, hook.site, hook.kind, hook.name, hook.where].append(hook)
-    held, seen = HeldHandles(), set[int]()
+    seen: set[int] = set()
     for model in _models():
-        for module, hooks in hooks_by_module(model, held):
+        for module, hooks in hooks_by_module(model):
             for hook in () if id(module) in seen else hooks:
                 found[id(module), hook.kind, hook.name, hook.where].append(hook)
             seen.add(id(module))

@@ -7,7 +7,6 @@ behind is compared bit for bit.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop, step_loop
-from hookline.tree import map_tensors
+from hookline.tree import map_tensors, tensors_of
 from hookline.when import HookPoint
 
 __all__ = [
@@ -117,21 +116,19 @@ class SmallRun:
     def whole(self, trial: Trial | None) -> Outcome:
         """Train from the beginning to the end."""
         experiment = self.make()
-        with _collected_warnings() as warned:
-            self._go(experiment, trial, 0, self._end)
-        return Outcome(left_by(experiment), trial.metrics if trial else {}, warned, experiment.model)
+        self._go(experiment, trial, 0, self._end)
+        return Outcome(left_by(experiment), trial.metrics if trial else {}, experiment.model)
 
     def in_two(self, first: Trial, make_second: Callable[[Trial], Trial]) -> Outcome:
         """Train some way with one manager, the rest with another that is made from it."""
         experiment = self.make()
         middle = self._end // 2
-        with _collected_warnings() as warned:
-            self._go(experiment, first, 0, middle)
-            second = make_second(first)
-            self._go(experiment, second, middle, self._end)
+        self._go(experiment, first, 0, middle)
+        second = make_second(first)
+        self._go(experiment, second, middle, self._end)
         before, after = {} if second is first else first.metrics, second.metrics
         metrics = {name: before.get(name, []) + after.get(name, []) for name in {**before, **after}}
-        return Outcome(left_by(experiment), metrics, warned, experiment.model)
+        return Outcome(left_by(experiment), metrics, experiment.model)
 
     def _go(self, experiment: Experiment, trial: Trial | None, first: int, end: int) -> None:
         manager = None if trial is None else trial.manager
@@ -176,19 +173,15 @@ class ReplacingHook(TrainingHook):
     name = "shakes"
     hook_points = frozenset(HookPoint)
     pure = True
-    target: TrainingHook
+
+    def __init__(self, target: TrainingHook) -> None:
+        self._target = target
 
     def compute(self, ctx: RunDataContext) -> None:
         """Take the tensors, and give copies back."""
-        there: list[torch.Tensor] = []
-        moved = map_tensors(self.target.get_state_tensors(), lambda _, tensor: _copied(there, tensor))
-        if there:
-            self.target.set_state_tensors(moved)
-
-
-def _copied(there: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    there.append(tensor)
-    return tensor.detach().clone()
+        tensors = self._target.get_state_tensors()
+        if tensors_of(tensors):
+            self._target.set_state_tensors(map_tensors(tensors, lambda _, tensor: tensor.detach().clone()))
 
 
 # -- what a run leaves behind ----------------------------------------------------------------------------------------
@@ -202,8 +195,6 @@ class Outcome:
     """Weights, optimizer, random streams and so on, to the last bit."""
     metrics: dict[str, list[Any]]
     """What the hook returned, by metric: when, and what."""
-    warned: list[str]
-    """The texts of its warnings."""
     model: nn.Module
 
 
@@ -217,13 +208,10 @@ class Trial:
         before: Sequence[TrainingHook] = (),
         after: Sequence[TrainingHook] = (),
         reference: Mapping[str, Tensor] | None = None,
-        offload: bool = False,
     ) -> None:
         self.hook = hook
         self._sink = MemorySink()
-        self.manager = HookManager(
-            hooks=[*before, hook, *after], sinks=[self._sink], reference_weights=reference, offload_state=offload
-        )
+        self.manager = HookManager(hooks=[*before, hook, *after], sinks=[self._sink], reference_weights=reference)
 
     @property
     def fired(self) -> int:
@@ -242,19 +230,10 @@ class Trial:
                     found.setdefault(metric, []).append((str(record.hook_point), record.epoch, steps, value))
         return found
 
-    def forget(self) -> None:
-        """Forget the metrics so far."""
+    def forgotten(self) -> Trial:
+        """Forget the metrics so far, and return this."""
         self._sink.clear()
-
-
-@contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings while the block lasts, each once."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += dict.fromkeys(str(warning.message) for warning in caught)
+        return self
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from hookline.debug.audit.train_once import (
     Trainings,
     audited_hooks,
     first_difference,
-    takes_hooks,
 )
 from hookline.errors import OptionError
 from hookline.tables import ShownAsTable, Table
@@ -64,11 +63,10 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
         train_fn: Trains, with steps of a ``torch.optim.Optimizer`` in this process. Without arguments, the audit puts
             the hooks on, before the model's first forward in training mode (lifecycle hooks: at the first step). With
             one argument, it gets the list of the hooks to train with, and puts them on itself: callbacks of a trainer.
-        hooks: One, a list, or a dictionary by name. A name of a lifecycle hook or a group (``"norms"``), a lifecycle
-            hook, a spec, a file of specs, ``"package.module:NAME"``; a function of the model, or of model and
-            optimizer, that puts something on and may return what takes it off; a context manager, or a function or
-            class without arguments that makes one, for around the training; a torch forward hook
-            ``(module, args, output)``, for every module. Each training gets a copy.
+        hooks: One, a list, or a dictionary by name. A lifecycle hook, its class or name, or a group of them
+            (``"norms"``); a function of the model, or of model and optimizer, that puts something on and may return
+            what takes it off; a function or class without arguments that does so, or makes a context manager, for
+            around the training. Each training gets a copy.
         steps: After how many steps a training is stopped; None: at its own end.
         blame: Whether to find out which hook it is.
 
@@ -80,8 +78,8 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
     """
     if steps is not None and steps < 1:
         raise OptionError(f"audit(steps=) takes a number of at least 1, got {steps}.")
-    chosen = audited_hooks(hooks, by_training=takes_hooks(train_fn))
     trainings = Trainings(train_fn, steps=steps)
+    chosen = audited_hooks(hooks, by_training=trainings.by_training)
     try:
         return _compare(chosen, trainings, blame=blame)
     finally:
@@ -90,8 +88,8 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
 
 def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> Audit:
     plain = trainings.train()
-    names, length = tuple(hook.name for hook in hooks), len(plain.recorded.states)
-    unstable = plain.difference(trainings.train(), with_batch=True)
+    names, length = tuple(hook.name for hook in hooks), len(plain.states)
+    unstable = plain.difference(trainings.train())
     if unstable is not None:
         return Audit(names, length, trainings.count, not_repeatable=unstable, notes=[_NEXT_REPEATABLE])
     hooked = trainings.train(hooks)
@@ -100,9 +98,9 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
     notes = [_NEXT_LEFT_BEHIND] if left_behind is not None else []
     culprits = []
     if difference is not None and left_behind is None and blame:
-        culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some, plain)))
+        culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some)))
         # One that counts over trainings looks like an interaction: it did it once, and none of the halves did.
-        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks, plain)) is None:
+        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks)) is None:
             culprits, notes = [], [*notes, _NEXT_STATE]
     return Audit(
         names,
@@ -112,23 +110,16 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
         culprits,
         left_behind=left_behind,
         silent=tuple(sorted(trainings.silent)) if hooked.error is None else (),
-        leftovers=_leftovers(plain, hooked),
         end_differs=_end_differs(plain, hooked),
         notes=notes,
     )
-
-
-def _leftovers(plain: Training, hooked: Training) -> tuple[str, ...]:
-    """Return what is on after the training with hooks and not after that without, or the other way round."""
-    before, after = plain.recorded.left, hooked.recorded.left
-    return tuple(name for name in {**before, **after} if before.get(name) != after.get(name)) if after else ()
 
 
 def _end_differs(plain: Training, hooked: Training) -> tuple[str, ...]:
     """Return what differs after the last step of both; nothing if one has not come so far."""
     if hooked.error is not None:
         return ()
-    last = [one.recorded.end or one.recorded.states[-1] for one in (plain, hooked)]
+    last = [one.end or one.states[-1] for one in (plain, hooked)]
     return first_difference(last[0], last[1])
 
 
@@ -230,8 +221,6 @@ class Audit(ShownAsTable):
     """What differs when the trainings have ended: the final weights, say."""
     silent: tuple[str, ...] = ()
     """Lifecycle hooks that did not fire in these steps, or turned themselves off: nothing can be said of them."""
-    leftovers: tuple[str, ...] = ()
-    """The switches and the hooks of torch that are not as without hooks when the hooks are off."""
     notes: list[str] = field(default_factory=list)
     """What else is worth knowing."""
 
@@ -262,8 +251,6 @@ class Audit(ShownAsTable):
         rows = [(name, *self._row(name)) for name in self.hooks] if self.not_repeatable is None else []
         header = ("hook", "finding", "differs first at", "what differs first")
         foot = list(self.notes)
-        if self.leftovers:
-            foot.append(f"Left on by the hooks: {', '.join(self.leftovers)}.")
         if self.silent:
             foot.append("Next, for hooks that did not fire: audit more steps, or give them what they need to measure.")
         return Table(header if rows else (), rows, title=self._headline(), foot=foot)

@@ -4,58 +4,43 @@
 forward of a module that an optimizer trains tells the model, or else the first step. Random streams and the switches of
 torch are set back before every training, so that all of them begin alike.
 
-`AuditedHook` is whatever people call a hook (lifecycle hooks, specs, functions of a model, context managers, torch
-hooks); a fresh copy of it is put on at every training.
+`AuditedHook` is whatever people call a hook (lifecycle hooks, functions of a model, context managers); a fresh copy of
+it is put on at every training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.guard.digest import SWITCH, RunDigest, changed, digest, run_digest
+from hookline.guard.digest import SWITCH, RunDigest, changed, run_digest
 from hookline.guard.rng import RandomStates, kept_rng, restart_hook_stream
 from hookline.guard.switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
+from hookline.integrations.follow import Follow, follow
+from hookline.integrations.snapshot_steps import can_count_steps
 from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.registry import HookRegistry
 from hookline.messages import type_name
-from hookline.observe.watch.step_alarm import StepAlarm
-from hookline.observe.watch.watch import Watch
 from hookline.phases import phase
-from hookline.sites import _torch
-from hookline.sites.functions.replaced_function import ReplacedFunction
-from hookline.sites.handle import HandleSet, HookHandle
-from hookline.tree import tensors_of
 
-if TYPE_CHECKING:
-    from hookline.integrations.first_step import FirstStep
-    from hookline.lifecycle.manager import HookManager
+__all__ = ["AuditedHook", "Difference", "Training", "Trainings", "audited_hooks", "did_nothing", "first_difference"]
 
-__all__ = [
-    "AuditedHook", "Difference", "Training", "Trainings", "audited_hooks", "did_nothing", "first_difference",
-    "follow_with", "needed_arguments", "put_around", "put_on_model", "takes_hooks",
-]  # fmt: skip
-
-_Way = Literal["lifecycle", "specs", "model", "around", "forward"]
-_SPEC_FILES: Final = (".json", ".toml", ".yaml", ".yml")
 _LONGEST: Final = 40
-_FORWARD_HOOK: Final = 3
-"""How many arguments a torch forward hook takes: module, arguments, output."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,7 @@ class AuditedHook:
 
     name: str
     given: Any
-    way: _Way | None = None
-    """None: the training puts it on itself."""
+    way: Literal["lifecycle", "model", "around", "by the training"]
 
     def fresh(self) -> Any:
         """Return a copy without what an earlier training left in it; what cannot be copied, as it is."""
@@ -82,111 +66,57 @@ def audited_hooks(hooks: Any, *, by_training: bool) -> list[AuditedHook]:
         hooks: One hook, several, or several by name.
         by_training: Whether the training puts them on; then they may be anything.
     """
-    named = hooks if isinstance(hooks, Mapping) else None
-    if named is not None and "target_modules" in named:
-        named, hooks = None, [hooks]  # one spec
-    listed = list(named.items()) if named is not None else [("", one) for one in _as_list(hooks)]
-    if not listed:
-        raise OptionError("audit(train_fn, hooks) was given no hooks: name at least one.")
+    is_several = isinstance(hooks, Iterable) and not isinstance(hooks, str | nn.Module)
+    listed = (
+        hooks.items() if isinstance(hooks, Mapping) else [("", each) for each in (hooks if is_several else [hooks])]
+    )
     found: list[AuditedHook] = []
     for name, given in listed:
-        for each in [AuditedHook(name or _name_of(given), given)] if by_training else _known_hooks(name, given):
-            found.append(AuditedHook(_unique(each.name, {one.name for one in found}), each.given, each.way))
+        for one in HookRegistry.resolve([given]) if isinstance(given, str) and not by_training else [given]:
+            way: Any = "by the training" if by_training else _way_of(one)
+            found.append(AuditedHook(_unique(name or _name_of(one), {other.name for other in found}), one, way))
+    if not found:
+        raise OptionError("audit(train_fn, hooks) was given no hooks: name at least one.")
     return found
 
 
-def _as_list(hooks: Any) -> list[Any]:
-    return list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str | nn.Module) else [hooks]
-
-
 def _unique(name: str, taken: set[str]) -> str:
-    number = 2
-    while name in taken:
-        base = name if number == 2 else name.rpartition(" ")[0]
-        name, number = f"{base} {number}", number + 1
-    return name
+    numbered = (name if number == 1 else f"{name} {number}" for number in range(1, len(taken) + 2))
+    return next(each for each in numbered if each not in taken)
 
 
 def _name_of(given: Any) -> str:
-    if isinstance(given, str):
-        return given
-    named = getattr(given, "name", None)
+    named = given if isinstance(given, str) else getattr(given, "name", None)
     if isinstance(named, str) and named:
         return named
-    if isinstance(given, Mapping):
-        return str(given.get("name") or "spec")
     inner = getattr(given, "func", given)  # functools.partial
     if getattr(inner, "__name__", "") == "<lambda>":
         return f"lambda: {'.'.join(inner.__code__.co_names)}"[:_LONGEST]
     return str(getattr(inner, "__qualname__", None) or type(given).__name__).rpartition("<locals>.")[2]
 
 
-# -- which way -------------------------------------------------------------------------------------------------
-
-
-def _known_hooks(name: str, given: Any) -> list[AuditedHook]:
-    if isinstance(given, str):
-        return _named_hooks(name, given)
-    return [AuditedHook(name or _name_of(given), given, _way_of(given))]
-
-
-def _named_hooks(name: str, given: str) -> list[AuditedHook]:
-    """Return what a string stands for: the specs of a file, an object of a module, a lifecycle hook or a group."""
-    if given.endswith(_SPEC_FILES):
-        from hookline.runs.documents import specs_of_file
-
-        specs = specs_of_file(given)
-        return [
-            AuditedHook(str(spec.get("name") or f"{given}[{place}]"), spec, "specs") for place, spec in enumerate(specs)
-        ]
-    if ":" in given:
-        from hookline.load import load_object
-
-        return _known_hooks(name or given.rpartition(":")[2], load_object(given, wanted="a hook"))
-    from hookline.lifecycle.registry import HookRegistry
-
-    return [AuditedHook(one, one, "lifecycle") for one in HookRegistry.resolve([given])]
-
-
-def _way_of(given: Any) -> _Way:
-    from hookline.specs.hook_spec import HookSpec
-
-    if isinstance(given, TrainingHook) or (isinstance(given, type) and issubclass(given, TrainingHook)):
+def _way_of(given: Any) -> str:
+    """Return how a hook is put on; of a function, by how many arguments it needs."""
+    if isinstance(given, str | TrainingHook) or (isinstance(given, type) and issubclass(given, TrainingHook)):
         return "lifecycle"
-    if isinstance(given, HookSpec | Mapping):
-        return "specs"
-    if isinstance(given, contextlib._GeneratorContextManager):
+    is_there = isinstance(given, AbstractContextManager) and not isinstance(given, type)
+    if is_there or not callable(given):
         raise OptionError(
-            "A block made by @contextmanager can be entered once, and an audit trains several times: give the function "
-            "that makes it, without calling it."
+            f"audit() trains several times, and cannot put {type_name(given)} on each time. Next: give the function "
+            "that makes it or puts it on, hooks=[lambda model: hookline.watch(model)], or write train_fn(hooks) to get "
+            "the hooks and put them on there."
         )
-    if isinstance(given, Watch | StepAlarm | HookHandle | HandleSet):
-        raise OptionError(
-            f"This {type(given).__name__} is on a model already, and an audit puts hooks on that of each training. "
-            'Next: give the function that makes it: hooks={"watch": lambda model: hookline.watch(model)}.'
-        )
-    if isinstance(given, AbstractContextManager) and not isinstance(given, type):
-        return "around"
-    if not callable(given):
-        raise OptionError(
-            f"audit() cannot put {type_name(given)} on by itself. Next: give a function that does, "
-            "hooks=[lambda model: …], or write train_fn(hooks) to get the hooks and put them on there."
-        )
-    return _way_of_function(given)
-
-
-def _way_of_function(given: Callable[..., Any]) -> _Way:
-    """Return the way by how many arguments a function needs."""
-    count = needed_arguments(given)
-    if count > _FORWARD_HOOK:
+    count = _needed_arguments(given)
+    if count > 2:
         raise OptionError(
             f"{_name_of(given)} needs {count} arguments. audit() calls functions of none (around the training), of one "
-            "(the model) and of two (model, optimizer), and puts those of three on every module as forward hooks."
+            "(the model) and of two (model, optimizer). Next, for a torch hook: "
+            "hooks=[lambda model: model.register_forward_hook(hook)]."
         )
-    return "around" if count == 0 else "forward" if count == _FORWARD_HOOK else "model"
+    return "model" if count else "around"
 
 
-def needed_arguments(given: Callable[..., Any]) -> int:
+def _needed_arguments(given: Callable[..., Any]) -> int:
     """Return how many positional arguments a function cannot do without."""
     try:
         parameters = inspect.signature(given).parameters.values()
@@ -196,33 +126,10 @@ def needed_arguments(given: Callable[..., Any]) -> int:
     return sum(one.default is one.empty and one.kind in kinds for one in parameters)
 
 
-# -- put on ----------------------------------------------------------------------------------------------------
-
-
-def put_around(hook: AuditedHook, stack: ExitStack) -> None:
-    """Put on what goes around a whole training, before it begins."""
-    if hook.way == "around":
-        made = hook.fresh()
-        _take_off_later(
-            made() if not isinstance(made, AbstractContextManager) or isinstance(made, type) else made, stack
-        )
-
-
-def put_on_model(hook: AuditedHook, model: nn.Module, optimizer: Optimizer, stack: ExitStack) -> None:
-    """Put on what goes on a model, before its first forward; ``stack`` takes it off."""
-    if hook.way == "specs":
-        from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
-
-        handles = register_hooks(model, [hook.given])
-        stack.callback(lambda: close_hooks(hooks_of(handles)))
-        stack.callback(handles.remove)
-    elif hook.way == "forward":
-        function = hook.fresh()
-        for module in model.modules():
-            stack.callback(module.register_forward_hook(function).remove)
-    elif hook.way == "model":
-        function = hook.fresh()
-        _take_off_later(function(*(model, optimizer)[: max(1, needed_arguments(function))]), stack)
+def _put_on(hook: AuditedHook, arguments: Sequence[Any], stack: ExitStack) -> None:
+    """Call a function that puts something on, with as many arguments as it needs; ``stack`` takes that off."""
+    function = hook.fresh()
+    _take_off_later(function(*arguments[: _needed_arguments(function)]), stack)
 
 
 def _take_off_later(found: Any, stack: ExitStack) -> None:
@@ -232,28 +139,16 @@ def _take_off_later(found: Any, stack: ExitStack) -> None:
     elif isinstance(found, list | tuple):
         for each in found:
             _take_off_later(each, stack)
-    else:
-        for name in ("remove", "close"):
-            if callable(getattr(found, name, None)):
-                stack.callback(getattr(found, name))
-                return
+    elif callable(getattr(found, "remove", None)):
+        stack.callback(found.remove)
 
 
-def _made(given: Any) -> TrainingHook:
-    from hookline.lifecycle.registry import HookRegistry
-
-    (made,) = HookRegistry.create([given]) if isinstance(given, str) else [given]
-    return made() if isinstance(made, type) else made
-
-
-def follow_with(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer, first: FirstStep) -> Any:
+def _follow(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer, first: FirstStep) -> Follow:
     """Fire lifecycle hooks in the training from now on; return what follows it."""
-    from hookline.integrations.follow import follow
-    from hookline.integrations.snapshot_steps import can_count_steps
-    from hookline.lifecycle.manager import HookManager
-
     with kept_rng():
-        made = [_made(hook.fresh()) for hook in hooks]
+        named = [hook.fresh() for hook in hooks]
+        given = [each for one in named for each in (HookRegistry.create([one]) if isinstance(one, str) else [one])]
+        made = [one() if isinstance(one, type) else one for one in given]
     # A script is stopped long before its first epoch ends: hooks that can report by steps are asked after each.
     loop = "step" if can_count_steps(made) else "epoch"
     manager = HookManager(hooks=made, loop_type=loop, on_error="raise")  # without the hooks that every followed run has
@@ -263,11 +158,6 @@ def follow_with(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer
 
 
 # -- trainings --------------------------------------------------------------------------------------------------------
-
-_BATCH: Final = "first input of the step"
-_EXPLAINS: Final = (SWITCH, _BATCH)
-_OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The tables of hooks that a tensor has; ``vars`` does not list them."""
 
 
 @dataclass(frozen=True)
@@ -298,33 +188,13 @@ class Difference:
         return f"{self.first}{more}, at {self.where}"
 
 
-def first_difference(before: RunDigest, after: RunDigest, *, with_batch: bool = False) -> tuple[str, ...]:
-    """Return the names of what differs between two states, in the order of the first; empty if nothing does.
+def first_difference(before: RunDigest, after: RunDigest) -> tuple[str, ...]:
+    """Return the names of what differs between two states, causes first; empty if nothing does.
 
-    Two things explain a difference and are none themselves: a switch of torch, which instruments set while they look
-    (anomaly detection), and the first input of a step. With hooks on that may be the sample of an instrument, so it is
-    named only ``with_batch``.
+    A switch of torch explains a difference and is none itself: instruments set some while they look.
     """
-    names = tuple(name for name in changed(before, after) if with_batch or name != _BATCH)
-    return names if any(not name.startswith(_EXPLAINS) for name in names) else ()
-
-
-@dataclass(frozen=True)
-class Training:
-    """What was recorded of one training."""
-
-    recorded: _StepRecorder
-    error: Exception | None
-
-    def difference(self, other: Training, *, with_batch: bool = False) -> Difference | None:
-        """Return where ``other`` first differs from this one, an error that it raised included; None if nowhere."""
-        found = self.recorded.difference(other.recorded, with_batch=with_batch)
-        if other.error is None:
-            return found
-        step = len(other.recorded.states)
-        if found is None or found.step >= step:
-            return Difference(step, (f"error: {type(other.error).__name__}: {other.error}",))
-        return found
+    names = tuple(changed(before, after))
+    return names if any(not name.startswith(SWITCH) for name in names) else ()
 
 
 class Trainings:
@@ -338,7 +208,8 @@ class Trainings:
     def __init__(self, train_fn: Callable[..., Any], *, steps: int | None) -> None:
         self._train_fn = train_fn
         self._steps = steps
-        self._by_training = takes_hooks(train_fn)
+        self.by_training = _needed_arguments(train_fn) > 0
+        """Whether the training takes the list of hooks, and puts them on itself."""
         if torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]  # streams that begin later could not be set back
         self._streams = RandomStates()
@@ -354,58 +225,48 @@ class Trainings:
         self._streams.restore()
         restart_hook_stream()
 
-    def train(self, hooks: Sequence[AuditedHook] = (), reference: Training | None = None) -> Training:
-        """Train with ``hooks``; stop at the first step that differs from ``reference``, if that is given.
-
-        An error is part of the result if there are hooks; without them it is raised.
-        """
+    def train(self, hooks: Sequence[AuditedHook] = ()) -> Training:
+        """Train with ``hooks``. An error is part of the result if there are hooks; without them it is raised."""
         self.count += 1
         self.set_back()
         stack = ExitStack()
-        recorder = self._recorder(hooks, reference, stack)
-        error: Exception | None = None
+
+        def put_on_model(model: nn.Module, optimizer: Optimizer) -> None:
+            for hook in hooks:
+                if hook.way == "model":
+                    _put_on(hook, (model, optimizer), stack)
+
+        training = Training(put_on_model, self._steps)
         try:
-            with recorder:
+            with training:
                 # What hooks do when they are taken off belongs to the run too, also where that was stopped.
                 with suppress(_EnoughSteps), stack:
-                    self._put_around(hooks, recorder, stack)
+                    self._put_around(hooks, training, stack)
                     self._call_training(hooks)
-                recorder.finish()
+                training.finish()
         except Exception as raised:
             if not hooks:
                 raised.add_note("train_fn raised this without any hooks; audit() needs one that trains.")
                 raise
-            error = raised
-        if error is None:
-            self._check(recorder, hooks)
-        return Training(recorder, error)
+            training.error = raised
+        if training.error is None:
+            self._check(training, hooks)
+        return training
 
     def _call_training(self, hooks: Sequence[AuditedHook]) -> None:
-        """Train; ``sys.exit()`` and ``sys.exit(0)`` are an end like any other, as in a script."""
         try:
-            self._train_fn(*([[hook.fresh() for hook in hooks]] if self._by_training else ()))
+            self._train_fn(*([[hook.fresh() for hook in hooks]] if self.by_training else ()))
         except SystemExit as left:
-            if left.code not in (None, 0):
-                raise OptionError(
-                    f"The training called sys.exit({left.code!r}), which says that it failed. Next: run it without "
-                    "audit(), and see why; let train_fn return where it is done."
-                ) from left
+            raise OptionError("The training called sys.exit(). Next: let train_fn return where it is done.") from left
 
-    def _recorder(self, hooks: Sequence[AuditedHook], reference: Training | None, stack: ExitStack) -> _StepRecorder:
-        def begin(model: nn.Module, optimizer: Optimizer) -> None:
-            for hook in hooks:
-                put_on_model(hook, model, optimizer, stack)
-
-        return _StepRecorder(begin, steps=self._steps, reference=None if reference is None else reference.recorded)
-
-    def _put_around(self, hooks: Sequence[AuditedHook], recorder: _StepRecorder, stack: ExitStack) -> None:
+    def _put_around(self, hooks: Sequence[AuditedHook], training: Training, stack: ExitStack) -> None:
         """Put on what is there before the model is; lifecycle hooks begin at the first step, when all is known."""
         lifecycle = [hook for hook in hooks if hook.way == "lifecycle"]
 
         def begin(optimizer: Any, first: FirstStep) -> bool:
-            if recorder.model is None:
+            if training.model is None:
                 return False
-            run = follow_with(lifecycle, recorder.model, optimizer, first)
+            run = _follow(lifecycle, training.model, optimizer, first)
             stack.callback(self._note_silent, run.manager)
             stack.push(run)
             return True
@@ -413,19 +274,20 @@ class Trainings:
         if lifecycle:
             stack.callback(FirstStep(begin).remove)
         for hook in hooks:
-            put_around(hook, stack)
+            if hook.way == "around":
+                _put_on(hook, (), stack)
 
     def _note_silent(self, manager: HookManager) -> None:
         for name in manager.hooks:
             (self.silent.add if did_nothing(manager, name) else self.silent.discard)(name)
 
-    def _check(self, recorder: _StepRecorder, hooks: Sequence[AuditedHook]) -> None:
-        if not recorder.states:
+    def _check(self, training: Training, hooks: Sequence[AuditedHook]) -> None:
+        if not training.states:
             raise OptionError(
                 "train_fn made no step of a torch.optim.Optimizer in this process: there is nothing to compare. Next: "
                 "let train_fn train, not only define how, and let it make its steps here."
             )
-        if hooks and not self._by_training and not recorder.has_begun:
+        if hooks and not self.by_training and not training.has_begun:
             raise OptionError(
                 "No module has the parameters that the optimizer of train_fn trains: audit() cannot put hooks on one. "
                 "Next: write train_fn(hooks), which gets the hooks and puts them on itself."
@@ -437,11 +299,6 @@ def did_nothing(manager: HookManager, name: str) -> bool:
     return not manager.hooks.fired[name] or bool(getattr(manager.hooks[name], "off", ""))
 
 
-def takes_hooks(train_fn: Callable[..., Any]) -> bool:
-    """Return whether a function needs an argument: the list of the hooks to train with."""
-    return needed_arguments(train_fn) > 0
-
-
 # -- following one training from outside ---------------------------------------------------------------------------
 
 
@@ -449,44 +306,22 @@ class _EnoughSteps(BaseException):
     """Ends a training after the steps that were asked for; no error, so that nothing handles it as one."""
 
 
-def _told(original: Callable[..., None], replaced: ReplacedFunction[Any]) -> Callable[..., None]:
-    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for listener in replaced.listeners:
-            listener(self)
-
-    return made
-
-
-_MAKING: Final[ReplacedFunction[Callable[[Optimizer], None]]] = ReplacedFunction(Optimizer, "__init__", _told)
-"""Tells of every optimizer that is made."""
-
-
-class _StepRecorder:
-    """Keep the state of a run after every step, while the block lasts.
+class Training:
+    """One training, and the state of its run after every step; notes them while the block lasts.
 
     Args:
         begin: Called with the model and the optimizer when both are known, before the first step.
         steps: After how many steps `_EnoughSteps` is raised; None: never.
-        reference: The states of a training to compare with; at the first difference `_EnoughSteps` is raised.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[nn.Module, Optimizer], None],
-        *,
-        steps: int | None = None,
-        reference: _StepRecorder | None = None,
-    ) -> None:
+    def __init__(self, begin: Callable[[nn.Module, Optimizer], None], steps: int | None) -> None:
         self._begin = begin
         self._steps = steps
-        self._reference = reference
+        self.error: Exception | None = None
+        """What it raised."""
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._seen: WeakSet[nn.Module] = WeakSet()
-        self._made: list[Optimizer] = []
-        self._note_made = self._made.append
-        self._batch: Any = None
         self.has_begun = False
         """Whether the model was found."""
         self._handles: list[Any] = []
@@ -496,8 +331,6 @@ class _StepRecorder:
         """After each step."""
         self.end: RunDigest | None = None
         """After the training, when the hooks are off; None if it raised."""
-        self.left: dict[str, Any] = {}
-        """The switches and hooks of torch that are on then."""
         self._counts: Counter[Optimizer] = Counter()
 
     @property
@@ -506,7 +339,6 @@ class _StepRecorder:
         return self._models[0] if self._models else None
 
     def __enter__(self) -> Self:
-        _MAKING.add(self._note_made)
         self._handles = [
             register_module_forward_pre_hook(self._see_forward),
             register_optimizer_step_pre_hook(self._see_step),
@@ -515,38 +347,30 @@ class _StepRecorder:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _MAKING.discard(self._note_made)
         for handle in self._handles:
             handle.remove()
         self._models, self._optimizers = [], []
-        self._made.clear()
         self._counts.clear()
 
     def finish(self) -> None:
         """Take the state that is left when the training has ended or was stopped, and the hooks are off."""
         self.end = self._now()
-        self.left = _left_on(self._models, self._optimizers)
 
-    def difference(self, other: _StepRecorder, *, with_batch: bool = False) -> Difference | None:
-        """Return where ``other`` first differs from this training; None if nowhere.
-
-        Args:
-            other: The other training.
-            with_batch: Whether to name the first input of a step, too.
-        """
-        names = first_difference(self.start, other.start, with_batch=with_batch)
+    def difference(self, other: Training) -> Difference | None:
+        """Return where ``other`` first differs from this one, an error that it raised included; None if nowhere."""
+        names = first_difference(self.start, other.start)
         if names:
             return Difference(-1, names)
         for step, (mine, theirs) in enumerate(zip(self.states, other.states, strict=False)):
-            names = first_difference(mine, theirs, with_batch=with_batch)
+            names = first_difference(mine, theirs)
             if names:
                 return Difference(step, names)
         counts = len(self.states), len(other.states)
+        if other.error is not None:
+            return Difference(counts[1], (f"error: {type(other.error).__name__}: {other.error}",))
         if counts[0] != counts[1]:
             return Difference(min(counts), (f"number of steps ({counts[0]}, then {counts[1]})",))
-        if self.end is None or other.end is None:
-            return None
-        names = first_difference(self.end, other.end, with_batch=with_batch)
+        names = () if self.end is None or other.end is None else first_difference(self.end, other.end)
         return Difference(counts[0] - 1, names, is_end=True) if names else None
 
     # -- while it trains ---------------------------------------------------------------------------------------
@@ -555,13 +379,10 @@ class _StepRecorder:
         # Compiled code would be guarded by what is read here, and compiled anew at every step.
         if torch.compiler.is_compiling() or phase() == "intervention":
             return
-        if self._batch is None:
-            self._batch = _digest_of_input(args)
         if self.has_begun or not module.training or module in self._seen:
             return
         self._seen.update(module.modules())  # those inside are called next, and looking takes a while
-        # Of all objects that are alive, which takes 0.1 s, only where none was made in this training.
-        for optimizer in self._made or find_optimizers([module]):
+        for optimizer in find_optimizers([module]):
             with suppress(NoMatchError):
                 find_model(optimizer, [module])
                 self._start(optimizer, _model_of(optimizer, [module]))
@@ -598,20 +419,11 @@ class _StepRecorder:
         if self._counts[optimizer] <= len(self.states):
             return
         self.states.append(self._now())
-        self._batch = None
-        if self._is_enough():
+        if len(self.states) == self._steps:
             raise _EnoughSteps
 
-    def _is_enough(self) -> bool:
-        count = len(self.states)
-        if self._reference is not None:
-            known: Sequence[RunDigest] = self._reference.states
-            if count > len(known) or first_difference(known[count - 1], self.states[-1]):
-                return True
-        return self._steps is not None and count >= self._steps
-
     def _now(self) -> RunDigest:
-        return run_digest(self._models, self._optimizers, {_BATCH: self._batch})
+        return run_digest(self._models, self._optimizers)
 
 
 def _model_of(optimizer: Optimizer, called: Sequence[nn.Module]) -> nn.Module:
@@ -621,30 +433,3 @@ def _model_of(optimizer: Optimizer, called: Sequence[nn.Module]) -> nn.Module:
         if found.owned == found.of:
             return found.model
     return find_model(optimizer).model
-
-
-def _left_on(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the switches of torch, and how many hooks each of its tables has: of the process, modules, parameters."""
-    things: list[tuple[str, Any]] = [
-        ("every module", sys.modules[nn.Module.__module__]),
-        ("every optimizer", sys.modules[Optimizer.__module__]),
-    ]
-    for model in models:
-        things += [(name or "the model", module) for name, module in model.named_modules()]
-        things += model.named_parameters()
-    things += [(type(optimizer).__name__, optimizer) for optimizer in optimizers]
-    found: dict[str, Any] = {f"{SWITCH}{name}": value for name, value in TorchSwitches().values.items()}
-    for where, thing in things:
-        tables = _OF_TENSORS if isinstance(thing, Tensor) else [name for name in vars(thing) if name.endswith("_hooks")]
-        for table in tables:
-            if count := len(getattr(thing, table, None) or ()):
-                found[f"{table.strip('_').replace('_', ' ')} on {where}"] = count
-    return found
-
-
-def _digest_of_input(values: Any) -> bytes | None:
-    """Return one digest of all tensors in ``values``; None if there are none, or they stand for others."""
-    if torch.compiler.is_compiling() or _torch.in_transform():
-        return None
-    found = [tensor for tensor in tensors_of(values) if _torch.has_numbers(tensor)]
-    return digest(found) if found else None

@@ -5,24 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.messages import short_repr
-from hookline.observe.watch.bad_order import name_doubts
 from hookline.observe.watch.reduce import reduce
 from hookline.observe.watch.row import Layout
 from hookline.tables import ShownAsTable, Table
 from hookline.training.experiment import MicroBatches
 
-__all__ = [
-    "BadOperation", "BadStep", "TensorSummary", "describe_batch", "find_ids", "name_batch", "name_first",
-    "summarize_tensor",
-]  # fmt: skip
+__all__ = ["BadOperation", "BadStep", "TensorSummary", "describe_batch", "stored_numbers", "summarize_tensor"]
 
 _LAYOUT = Layout.of(["mean", "min", "max", "nan", "inf"])
 
@@ -93,8 +88,6 @@ class BadOperation(ShownAsTable):
     module: str | None
     """Dotted name of the innermost module; of a backward operator, of the module whose forward it belongs to. Empty for
     the model itself, None outside of it."""
-    function: str
-    """What the code called, ``"torch.sqrt"``; empty if it is not known, and in the backward."""
     node: str
     """In the backward, the node of the graph: ``"SqrtBackward0"``."""
     forward_operator: str
@@ -124,7 +117,7 @@ class BadOperation(ShownAsTable):
         """Return one line: what, which operator, where."""
         if self.given:
             return f"{self.what} was given: {self.given}; first seen by {self.operator}{self._in_place}"
-        by = f", {self.function}" if self.function else f", {self.node}" if self.node else ""
+        by = f", {self.node}" if self.node else ""
         return f"{self.what} made by {self.operator}{by},{self._in_place}"
 
     def _table(self) -> Table:
@@ -153,14 +146,9 @@ class BadStep(ShownAsTable):
     before it could not be, so nothing is blamed), or ``"not run again"``."""
     operation: BadOperation | None = None
     batch: str = ""
-    """The batch: its ids, or the shapes of its tensors."""
-    is_same: bool | None = None
-    """Whether the second run ended with the bits of the first; None where that was not compared, or where no parameter
-    was finite at the end, so that equal bits tell nothing."""
-    notes: tuple[str, ...] = field(default=())
+    """The batch: its ids, its place in the run, or the shapes of its tensors."""
+    notes: tuple[str, ...] = ()
     """What a reader should know: that compiled code ran eagerly, what was missing to run the step again."""
-    num_candidates: int = 1
-    """How many of ``places`` may have been the first; more than 1 on a GPU, where modules were called several times."""
 
     def headline(self) -> str:
         """Return one line."""
@@ -172,12 +160,10 @@ class BadStep(ShownAsTable):
 
     def _table(self) -> Table:
         table = Table() if self.operation is None else self.operation._table()
-        seen = describe_places(self.places, self.num_candidates)
-        same = {None: "", True: "the second run ended with the same bits as the first", False: _OTHER}[self.is_same]
-        foot = [*table.foot, seen, f"batch {self.batch}" if self.batch else "", same, *self.notes]
-        return Table(
-            table.header, table.rows, table.numbers, self.headline(), tuple(line for line in foot if line), rule=False
-        )
+        more = len(self.places) - 1
+        seen = f"seen at {self.places[0]}" + (f" and {more} more place{'s' * (more > 1)}" if more else "")
+        foot = (*table.foot, seen, *([f"batch {self.batch}"] if self.batch else []), *self.notes)
+        return Table(table.header, table.rows, table.numbers, self.headline(), foot, rule=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -192,53 +178,30 @@ _TOLD = {
     "did not repeat": f"did not repeat: the step was run again from the same state and was finite. {_UNRESTORED}",
     "not repeated": "the steps could not be repeated: something outside was changed",
 }
-_OTHER = "the second run ended with other bits than the first: the step is not deterministic, or runs another way"
 
 
-def name_first(places: Sequence[str], num_candidates: int) -> str:
-    """Return the first of ``places``, and which others may have been the first."""
-    doubts = tuple(places[1:num_candidates])
-    return f"{places[0]}, the first among it and {name_doubts(doubts)}" if doubts else places[0]
+# -- a batch in words -------------------------------------------------------------------------------------------------
 
 
-def describe_places(places: Sequence[str], num_candidates: int) -> str:
-    """Return where something was seen, in words; the first ``num_candidates`` places may have been the first."""
-    if not places:
-        return ""
-    more = len(places) - max(num_candidates, 1)
-    rest = f" and {more} more place{'s' * (more > 1)}" if more > 0 else ""
-    return f"seen at {name_first(places, num_candidates)}{rest}"
-
-
-def describe_batch(batch: Any, ids: Any) -> str:
-    """Return a batch in words: its ids if they are known, else the shapes of its tensors."""
-    if isinstance(ids, str):
-        return ids
+def describe_batch(batch: Any, ids: Any = None, index: int | None = None, epoch: int | None = None) -> str:
+    """Return a batch in words: its ids if they are known, else its place in the run, else the shapes of its tensors."""
+    ids = _find_ids(batch) if ids is None else ids
     if ids is not None:
         return f"ids {short_repr(ids.tolist() if isinstance(ids, Tensor) else ids, 120)}"
+    if index is not None:
+        is_several = isinstance(batch, MicroBatches) and len(batch) > 1
+        return f"{index}{f' to {index + len(batch) - 1}' if is_several else ''} of epoch {epoch}"
     return "" if batch is None else f"of {_shapes(batch)}"
 
 
-def find_ids(batch: Any) -> Any:
+def _find_ids(batch: Any) -> Any:
     """Return what names the samples of a batch: the entry ``ids``, ``id``, ``indices``, ``index`` or ``idx``."""
     if isinstance(batch, MicroBatches):
-        found = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in map(find_ids, batch)]
+        found = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in map(_find_ids, batch)]
         return None if None in found else found
     if isinstance(batch, dict):
         return next((batch[name] for name in ("ids", "id", "indices", "index", "idx") if name in batch), None)
     return None
-
-
-def count_batches(batch: Any) -> int:
-    """Return how many batches made a step together."""
-    return len(batch) if isinstance(batch, MicroBatches) else 1
-
-
-def name_batch(ids: Any, index: int | None, epoch: int | None, count: int = 1) -> Any:
-    """Return the ids of a batch, or of ``count``; if nobody knows them, their place in the run, if that is known."""
-    if ids is not None or index is None:
-        return ids
-    return f"{index} to {index + count - 1} of epoch {epoch}" if count > 1 else f"{index} of epoch {epoch}"
 
 
 def _shapes(batch: Any, depth: int = 2) -> str:

@@ -1,50 +1,44 @@
 """Find the operator that made the first NaN or infinity: in any loop, and by a hook in run files and a `HookManager`.
 
 Users call `find_bad_operations`, or give `FirstBadOperation` to a manager. Both tell a `BadOperationFinder` when steps
-begin and end: by ``check.step(batch)`` or ``around_step`` where they know the step, else by the forwards of the model
-and the steps of the optimizer (`FollowedSteps`).
+begin and end: by ``check.step(batch)`` or ``around_step`` where they can make the step, else by `FollowedSteps`.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hookline.debug.first_bad.bad_operation import BadStep, name_batch
-from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, FollowedSteps, SecondRun
+from hookline.debug.first_bad.bad_operation import BadStep, describe_batch
+from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
+from hookline.debug.first_bad.followed_steps import FollowedSteps
 from hookline.errors import OptionError
 from hookline.files import replace_file
-from hookline.guard.snapshot import first_names
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.messages import type_name
 from hookline.phases import phase
-from hookline.sites.modules.attach_everywhere import attach_everywhere
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.targets import check_model
 from hookline.tables import OFF, ON, ShownAsTable, Table
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from hookline.guard.snapshot import Where
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
 
 __all__ = [
-    "BadOperations", "FirstBadOperation", "JoinedOptimizers", "OtherOptimizers", "find_bad_operations",
-    "join_optimizers", "list_optimizers",
+    "BadOperations", "FirstBadOperation", "JoinedOptimizers", "find_bad_operations", "join_optimizers",
+    "list_optimizers",
 ]  # fmt: skip
-
-logger = logging.getLogger("hookline.debug.first_bad")
 
 
 def find_bad_operations(
@@ -56,12 +50,7 @@ def find_bad_operations(
     scaler: Any = None,
     loader: Any = None,
     target: Target = "*",
-    exclude: Target = None,
     every: int = 16,
-    where: Where = "auto",
-    most: int = 10,
-    batch_ids: Callable[[Any], Any] | None = None,
-    on_report: Callable[[BadStep], Any] | None = None,
 ) -> BadOperations:
     """Find the operator that made the first NaN or infinity.
 
@@ -75,7 +64,8 @@ def find_bad_operations(
     The outputs of modules and their gradients are checked at every step, by statistics that wait for no device. When
     one is not finite, the run goes back to the beginning of that step, makes it again operator by operator, and names
     the first operator whose result was not finite although its inputs were. Then the state is put back, bit for bit,
-    and the run goes on. Reports are logged (logger ``hookline.debug.first_bad``) and kept in ``check.reports``.
+    and the run goes on. Reports are logged (logger ``hookline.debug.first_bad``) and kept in ``check.reports``; ten bad
+    steps are run again, and more are counted.
 
     Without ``step_fn`` write your loop as it is, and give the optimizer: its step ends a step. Forward and backward of
     the model are run again, on what it was given and the gradients that came back; the loss and the optimizer are not.
@@ -92,39 +82,31 @@ def find_bad_operations(
             ``check.scaled_steps``.
         loader: The loader, if the step reads from it.
         target: Which modules are checked, as in ``attach``; all by default.
-        exclude: Modules to leave out.
         every: How many steps one snapshot of the run serves; the steps since are run again to get to a later one. Only
             with ``step_fn``, else every step has its own.
-        where: Where the copies go: ``"device"``, ``"host"`` or ``"auto"``.
-        most: How many bad steps are run again; more are counted.
-        batch_ids: ``batch_ids(batch)`` names the samples of a batch, for the report. By default the entry ``"ids"``,
-            ``"id"``, ``"indices"``, ``"index"`` or ``"idx"`` of a dictionary.
-        on_report: Called with each report, a `BadStep`.
     """
     check_model(model, target)
-    if every < 1 or most < 0:
-        raise OptionError(f"every= is at least 1 and most= at least 0; got {every!r} and {most!r}.")
-    if step_fn is not None and not callable(step_fn):
+    if every < 1:
+        raise OptionError(f"every= is a number of steps, at least 1; got {every!r}.")
+    optimizers = list_optimizers(optimizer)
+    if step_fn is None:
+        if not optimizers:
+            raise OptionError("Nothing says when a step is over: give step_fn=, or the optimizer.")
+        followed = FollowedSteps(model, scaler, target=target)
+        try:
+            return BadOperations(followed.finder, followed=followed, optimizer=unwrap_optimizer(optimizers[-1]))
+        except BaseException:
+            followed.remove()
+            raise
+    if not callable(step_fn):
         raise OptionError(f"step_fn= is a function of the batch that makes a step; got {type_name(step_fn)}.")
-    if step_fn is None and optimizer is None:
-        raise OptionError("Nothing says when a step is over: give step_fn=, or the optimizer.")
-    joined = join_optimizers(optimizer)
-    finder = BadOperationFinder(
-        model,
-        lambda: (model, joined, scheduler, scaler, loader),
-        target=target,
-        exclude=exclude,
-        every=every if step_fn is not None else 1,
-        where=where,
-        most=most,
-        batch_ids=batch_ids,
-        on_report=on_report,
-    )
-    try:
-        return BadOperations(finder, model, optimizer, step_fn)
-    except BaseException:
-        finder.remove()
-        raise
+    parts = (model, join_optimizers(optimizer), scheduler, scaler, loader)
+
+    def run_again(batch: Any) -> Any:
+        with _only_steps_of(optimizers):
+            return step_fn(batch)
+
+    return BadOperations(BadOperationFinder(model, lambda: parts, run_again, target=target, every=every), step_fn)
 
 
 class BadOperations(ShownAsTable):
@@ -138,33 +120,22 @@ class BadOperations(ShownAsTable):
     def __init__(
         self,
         finder: BadOperationFinder,
-        model: nn.Module,
-        optimizer: Any,
-        step_fn: Callable[[Any], Any] | None,
+        step_fn: Callable[[Any], Any] | None = None,
+        followed: FollowedSteps | None = None,
+        optimizer: Any = None,
     ) -> None:
         self._finder = finder
         self._step_fn = step_fn
+        self._followed = followed
         self._removed = False
-        self._has_warned = False
-        self._followed: FollowedSteps | None = None
-        self._others: OtherOptimizers | None = None
         self._handle: Any = None
-        if step_fn is None:
-            self._followed = FollowedSteps(finder, model)
-            last = unwrap_optimizer(list_optimizers(optimizer)[-1])
-            self._handle = attach_optimizer(last, self._end_followed, on="step_post", name="first bad operation")
-        else:
-            self._others = OtherOptimizers(model, optimizer)
+        if followed is not None:
+            self._handle = attach_optimizer(optimizer, self._end_step, on="step_post", name="first bad operation")
 
     @property
     def reports(self) -> list[BadStep]:
         """What was found, the first first."""
         return self._finder.reports
-
-    @property
-    def meant(self) -> list[BadStep]:
-        """Infinities that were put in and reach neither the loss nor a gradient, as those of a mask; no fault."""
-        return self._finder.meant
 
     @property
     def bad_steps(self) -> int:
@@ -176,32 +147,28 @@ class BadOperations(ShownAsTable):
         """The number of steps with overflows in gradients alone, which the scaler skips."""
         return self._finder.scaled_steps
 
-    def step(self, batch: Any = None, *, ids: Any = None) -> Any:
-        """Make a step by ``step_fn(batch)``, and check it; return what that returned."""
+    def step(self, batch: Any, *, ids: Any = None) -> Any:
+        """Make a step by ``step_fn(batch)``, and check it; return what that returned. ``ids`` name the batch."""
         if self._step_fn is None or self._removed:
             raise OptionError("check.step(batch) calls step_fn(batch), which was not given, or the check is off.")
-        if batch is None and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "check.step() was called without a batch: if step_fn fetches its data itself, a second run takes the "
-                "next data of the run. Next: fetch the batch in the loop, and call check.step(batch)."
-            )
-        self._finder.begin_step(batch, self._again, ids=ids)
+        self._finder.begin_step(batch, lambda operator: describe_batch(batch, ids))
         result = self._step_fn(batch)
-        self._finder.end_step(result, self._again)
+        self._finder.end_step(result)
         return result
 
+    def _end_step(self, *args: Any) -> None:
+        if self._followed is not None and phase() != "intervention":
+            self._followed.end_step()
+
     def note_batch(self, batch: Any, *, ids: Any = None) -> None:
-        """Name the batch of the forward that follows; only where no ``step_fn`` was given."""
+        """Name the batch of the forwards that follow, until the next call; only where no ``step_fn`` was given."""
         if self._followed is None:
             raise OptionError("check.step(batch) knows the batch; note_batch() is for a check without step_fn=.")
         self._followed.note_batch(batch, ids)
 
-    def flush(self) -> list[BadStep]:
-        """Wait for the numbers of all steps; return the reports that they gave rise to."""
-        if self._followed is not None:
-            return self._followed.flush()
-        return self._finder.flush(self._again)
+    def flush(self) -> None:
+        """Wait for the numbers of all steps, and judge them."""
+        self._finder.flush()
 
     def remove(self) -> None:
         """Take all hooks off; what was found stays."""
@@ -210,10 +177,7 @@ class BadOperations(ShownAsTable):
         self._removed = True
         if self._handle is not None:
             self._handle.remove(quiet=True)
-        for part in (self._followed, self._others):
-            if part is not None:
-                part.remove()
-        self._finder.remove()
+        (self._followed or self._finder).remove()
 
     def __enter__(self) -> Self:
         return self
@@ -225,32 +189,18 @@ class BadOperations(ShownAsTable):
         finally:
             self.remove()
 
-    @property
-    def _again(self) -> SecondRun:
-        step_fn = self._step_fn
-        if step_fn is None or (self._others is not None and self._others.note):
-            return SecondRun(None, "" if self._others is None else self._others.note)
-        return SecondRun(lambda kept: step_fn(kept.batch))
-
-    def _end_followed(self, *args: Any) -> None:
-        if self._followed is not None and phase() != "intervention":
-            self._followed.end_step(None)
-
     def _table(self) -> Table:
-        if not self.reports:
-            return Table(title=f"{self._finder.steps} steps, all finite" if not self.bad_steps else self._counted())
-        return Table(title=self._counted(), foot=[str(report) for report in self.reports])
-
-    def _counted(self) -> str:
-        return f"{self.bad_steps} of {self._finder.steps} steps had numbers that were not finite"
+        steps = self._finder.steps
+        if not self.bad_steps:
+            return Table(title=f"{steps} steps, all finite")
+        title = f"{self.bad_steps} of {steps} steps had numbers that were not finite"
+        return Table(title=title, foot=[str(report) for report in self.reports])
 
     def _state(self) -> str:
         return OFF if self._removed else ON
 
 
 # -- all optimizers of a run ------------------------------------------------------------------------------------------
-
-_NEXT: Final = "Next: give all optimizers of the step, optimizer=[first, second]"
 
 
 class JoinedOptimizers:
@@ -277,57 +227,24 @@ def join_optimizers(optimizer: Any) -> Any:
     return JoinedOptimizers(found) if len(found) > 1 else found[0] if found else None
 
 
-class OtherOptimizers:
-    """Notice when an optimizer that was not given trains the model; a hook on all optimizers of the process."""
+@contextmanager
+def _only_steps_of(optimizers: list[Any]) -> Iterator[None]:
+    """Refuse the step of any other optimizer, before it changes something that nobody puts back."""
+    given = [each for one in optimizers for each in (one, unwrap_optimizer(one))]
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._given = [inner for each in list_optimizers(optimizer) for inner in _inside(each)]
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet(self._given)
-        self.note = ""
-        """Which parameters another optimizer trains, and what to do; empty while there is none."""
-        self._handle = attach_everywhere(self._see_step, on="step_post", name="first bad operation")
+    def check(optimizer: Any, *args: Any) -> None:
+        if not any(optimizer is each for each in given):
+            told = f"{type(optimizer).__name__} was not given, so nothing would put it back"
+            raise OptionError(f"{told}: give all optimizers of the step, optimizer=[first, second]")
 
-    def remove(self) -> None:
-        """Take the hook off."""
-        self._handle.remove(quiet=True)
-
-    def _see_step(self, optimizer: Any, *args: Any) -> None:
-        if optimizer in self._known or phase() == "intervention":
-            return
-        self._known.add(optimizer)
-        owned = {id(parameter) for each in self._given for parameter in _parameters(each)}
-        others = [id(parameter) for parameter in _parameters(optimizer) if id(parameter) not in owned]
-        names = [self._names[each] for each in others if each in self._names]
-        if names and not self.note:
-            self.note = (
-                f"{type(optimizer).__name__} trains {first_names(names)} and was not given: a second run would change "
-                f"its state for good. {_NEXT}"
-            )
-            logger.warning("Bad steps are found, but not run again: %s", self.note)
-
-
-def _inside(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer without wrappers, and those that an object of the user's own holds, also in a list."""
-    inner = unwrap_optimizer(optimizer)
-    if isinstance(inner, Optimizer):
-        yield inner
-    for value in vars(inner).values():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        yield from (each for each in held if isinstance(each, Optimizer))
-
-
-def _parameters(optimizer: Any) -> Iterator[Any]:
-    for group in getattr(optimizer, "param_groups", ()):
-        yield from group["params"]
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 # -- the lifecycle hook -----------------------------------------------------------------------------------------------
-
-_METRICS = (
-    ("bad_steps", "steps so far in which something was not finite"),
-    ("reports", "of these, how many were run again, operator by operator"),
-)
 
 
 class FirstBadOperation(TrainingHook):
@@ -337,12 +254,10 @@ class FirstBadOperation(TrainingHook):
     first_bad_operation``.
 
     Reports are logged (logger ``hookline.debug.first_bad``), kept in ``reports``, and written to
-    ``first_bad_operation.json`` in the folder of the run, if it has one.
+    ``first_bad_operation.json`` in the folder of the run, if it has one, where the page of the run finds them.
 
     Args:
         every: How many steps one snapshot of the run serves, in the loops of hookline.
-        most: How many bad steps are run again; more are counted.
-        on_report: Called with each report.
     """
 
     name = "first_bad_operation"
@@ -353,20 +268,12 @@ class FirstBadOperation(TrainingHook):
     debug = True
     reduce = "max"
 
-    def __init__(
-        self,
-        *,
-        every: int = 16,
-        most: int = 10,
-        on_report: Callable[[BadStep], Any] | None = None,
-    ) -> None:
-        self._every, self._most = every, most
-        self._on_report = on_report
+    def __init__(self, *, every: int = 16) -> None:
+        self._every = every
         self._folder: Path | None = None
         self._finder: BadOperationFinder | None = None
         self._followed: FollowedSteps | None = None
         self._model: nn.Module | None = None
-        self._step: RunStep | None = None
         self._told = 0
         self.reports: list[BadStep] = []
         """What was found, the first first."""
@@ -384,19 +291,15 @@ class FirstBadOperation(TrainingHook):
     def start(self, model: nn.Module) -> None:
         """Begin to check; until a step is handed over, as in a loop that is only followed."""
         self._model = model
-        self._finder = self._make_finder(1)
-        self._followed = FollowedSteps(self._finder, model)
+        self._followed = FollowedSteps(model, on_report=self._take)
+        self._finder = self._followed.finder
 
     def finish(self) -> None:
         """Judge the last steps, and take everything off."""
         if self._finder is not None:
-            if self._followed is not None:
-                self._followed.flush()
-                self._followed.remove()
-            else:
-                self._finder.flush(self._again)
-            self._finder.remove()
-        self._finder = self._followed = self._step = None
+            self._finder.flush()
+            (self._followed or self._finder).remove()
+        self._finder = self._followed = None
 
     def reset(self) -> None:
         """Forget the last run."""
@@ -404,52 +307,45 @@ class FirstBadOperation(TrainingHook):
 
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and check it."""
-        if self._finder is None or self._model is None:
+        if self._model is None or self._finder is None:
             return step(batch)
+        run = step.run
         if self._followed is not None:  # the loop is ours: whole steps can be made again
             self._followed.remove()
-            self._finder.remove()
-            self._followed, self._step = None, step
-            self._finder = self._make_finder(self._every)
-        finder, run = self._finder, step.run
-        ids = name_batch(finder.ids_of(batch), run.batch_idx, run.epoch)
-        finder.begin_step(batch, self._again, run.guarded.save_attributes, ids, number=run.step)
+            self._followed = None
+            self._finder = BadOperationFinder(
+                self._model,
+                lambda: step.parts,
+                lambda batch: step.repeat(batch).loss,
+                every=self._every,
+                save_attributes=run.guarded.save_attributes,
+                on_report=self._take,
+            )
+        tell = partial(describe_batch, batch, None, run.batch_idx, run.epoch)
+        self._finder.begin_step(batch, lambda operator: tell(), number=run.step)
         result = step(batch)
-        finder.end_step(result.loss, self._again)
+        self._finder.end_step(result.loss)
         return result
-
-    @property
-    def _again(self) -> SecondRun:
-        step = self._step
-        return SecondRun(None if step is None else lambda kept: step.repeat(kept.batch).loss)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """End a step of a loop that is only followed; return how many steps were bad when that has changed."""
         if self._followed is not None:
             self._followed.end_step(ctx.raw("loss"), ctx.batch_data)
-            if self._finder is not None and self.manager is not None:
+            if self.manager is not None:
                 # `hookline run -- python train.py` begins in the middle of a step, whose forward was not seen here.
-                self._finder.steps = max(self._finder.steps, self.manager.global_step + 1)
-        bad = self.bad_steps
-        if bad == self._told:
+                finder = self._followed.finder
+                finder.steps = max(finder.steps, self.manager.global_step + 1)
+        if self.bad_steps == self._told:
             return None
-        self._told = bad
-        return {"bad_steps": bad, "reports": len(self.reports)}
+        self._told = self.bad_steps
+        return {"bad_steps": self.bad_steps, "reports": len(self.reports)}
 
     def describe_metrics(self) -> list[MetricInfo]:
         """Return the meaning of each metric."""
-        return [MetricInfo(*row) for row in _METRICS]
-
-    def _make_finder(self, every: int) -> BadOperationFinder:
-        assert self._model is not None
-        model = self._model
-        return BadOperationFinder(
-            model,
-            lambda: (model, None, None, None, None) if self._step is None else self._step.parts,
-            every=every,
-            most=self._most,
-            on_report=self._take,
-        )
+        return [
+            MetricInfo("bad_steps", "steps so far in which something was not finite"),
+            MetricInfo("reports", "of these, how many were run again, operator by operator"),
+        ]
 
     def _take(self, report: BadStep) -> None:
         self.reports.append(report)
@@ -460,5 +356,3 @@ class FirstBadOperation(TrainingHook):
             ]  # the page shows the lines
             text = json.dumps(told, indent=1, default=str)
             replace_file(self._folder / "first_bad_operation.json", text)
-        if self._on_report is not None:
-            self._on_report(report)

@@ -1,7 +1,7 @@
-"""Record the last steps of a run, and write them when something happens: NaN, a loss spike, an exception, a signal.
+"""Record the last steps of a run, and write them when something happens: NaN, a loss spike, an exception.
 
-A lifecycle hook for the loops and run files, and a context manager (`recording`) for any other loop. It listens to the
-steps of the repeated blocks of the model, and writes by `write_flight`.
+A lifecycle hook for the loops, run files, and any loop that `hookline.follow` follows. It listens to the steps of the
+repeated blocks of the model, and writes by `write_flight`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import hashlib
 import json
 import logging
 import math
-import os
 import random
-import signal
-import threading
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.debug.first_bad.bad_operation import count_batches, describe_batch, find_ids, name_batch, name_first
+from hookline.debug.first_bad.bad_operation import describe_batch
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
 from hookline.files import replace_file
@@ -34,18 +32,14 @@ from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_nu
 from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.monitor import StepListener, StepRows, listen
 from hookline.observe.watch.row import BAD, COUNT, FIRES, SQUARES, SUM
-from hookline.phases import phase
 from hookline.plain import to_plain
 from hookline.report.recent_changes import LossHistory
 from hookline.report.report_runs import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
-from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
@@ -61,9 +55,9 @@ class FlightRecorder(TrainingHook):
     Recipe: ``HookManager(hooks=[hookline.debug.FlightRecorder()])``; ``hookline run EXPERIMENT --hooks
     flight_recorder``; in any other loop::
 
-        with hookline.debug.FlightRecorder(to="flight.json").recording(model, optimizer) as recorder:
+        with hookline.follow(model, optimizer, [hookline.debug.FlightRecorder(to="flight.json")], loader=loader):
             for batch in loader:
-                recorder.note(loss=train_step(batch), batch=batch)
+                train_step(batch)
         print(hookline.debug.read_flight("flight.json"))
 
     A step leaves its loss, learning rate, batch, random streams, and mean, norm and NaN of what the blocks of the model
@@ -75,40 +69,35 @@ class FlightRecorder(TrainingHook):
             writes ``flight_recorder.rank_1.json`` beside it, and so on.
         keep: How many steps are kept.
         target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
-        signals: Signals at which the file is written, ``["SIGTERM"]``; then they do what they did before. None by
-            default: a script may have handlers of its own.
     """
 
     name = "flight_recorder"
-    description = "keep the last steps, and write them at NaN, a loss spike, an exception or a signal"
+    description = "keep the last steps, and write them at NaN, a loss spike or an exception"
     hook_points = frozenset({HookPoint.POST_STEP})
     wraps_steps = True
     pure = True
     debug = True
 
-    def __init__(
-        self,
-        *,
-        to: str | Path | None = None,
-        keep: int = 64,
-        target: Target = None,
-        signals: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *, to: str | Path | None = None, keep: int = 64, target: Target = None) -> None:
         if keep < 1:
             raise OptionError(f"keep= is a number of steps, 1 or more; got {keep!r}.")
         self._to = None if to is None else Path(to)
         self._folder: Path | None = None
         self._target = target
-        self._losses = LossHistory()
-        self._signals = [signal.Signals[name] for name in ([signals] if isinstance(signals, str) else signals)]
-        self._before: dict[int, Any] = {}
         self._steps: deque[_FlightStep] = deque(maxlen=keep)
         self._listener: StepListener | None = None
-        self._streams: Streams | None = None
-        self._handle: Any = None
-        self._noted: dict[str, Any] = {}
+        self._streams: Streams
+        """How the step under way began."""
         self._wraps = False
-        self._last_bad = self._written_bad = -2
+        self._handled: BaseException | None = None
+        """What was being handled when the run began: no error of the run."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last run."""
+        self._steps.clear()
+        self._losses = LossHistory()
+        self._last_bad = -2
         self._has_failed = False
         self.written: list[str] = []
         """Why the file was written, each time."""
@@ -130,112 +119,49 @@ class FlightRecorder(TrainingHook):
 
     def start(self, model: nn.Module) -> None:
         """Begin to record; a model that cannot be watched is no reason to end a run."""
+        target = blocks_of(model) if self._target is None else self._target
+        self._streams, self._wraps, self._handled = Streams(), False, sys.exception()
         try:
-            self._begin(model)
+            self._listener = listen(model, target, on=("forward", "backward"), stats=("norm",))
         except HooklineError as error:
             logger.warning("no flight recorder: %s", error)
 
-    def _begin(self, model: nn.Module) -> None:
-        target = blocks_of(model) if self._target is None else self._target
-        self._listener = listen(model, target, on=("forward", "backward"), stats=("norm",))
-        self._streams = Streams()
-        self._wraps = False
-        self._take_signals()
-
     def finish(self) -> None:
-        """Judge the last steps; take everything off."""
-        self._give_signals_back()
-        if self._listener is not None:
-            self._take(self._listener.arrived(wait=True))
-            self._listener.remove(quiet=True)
-        self._listener = None
-
-    def reset(self) -> None:
-        """Forget the last run."""
-        self._steps.clear()
-        self.written = []
-        self._losses = LossHistory()
-        self._last_bad = self._written_bad = -2
-        self._has_failed = False
+        """Judge the last steps, write them if an exception ends the run, and take everything off."""
+        if self._listener is None:
+            return
+        self._take(self._listener.arrived(wait=True))
+        error = sys.exception()
+        if error is not self._handled:
+            self._write_error(error)
+        self._listener.remove(quiet=True)
+        self._listener = self._handled = None
 
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
-        self._wraps = True
-        streams, run = Streams(), step.run
+        self._wraps, self._streams = True, Streams()
+        run, told = step.run, describe_batch(batch, None, step.run.batch_idx, step.run.epoch)
         try:
             result = step(batch)
         except BaseException as error:
-            self._add(run.step, run.epoch, batch, run.batch_idx, run.lr, None, streams)
-            self.write(f"{type(error).__name__}: {error}")
+            self._add(run.step, run.epoch, told, run.lr, None)
+            self._write_error(error)
             raise
-        self._add(run.step, run.epoch, batch, run.batch_idx, run.lr, result.loss, streams)
+        self._add(run.step, run.epoch, told, run.lr, result.loss)
         return result
 
     def compute(self, ctx: RunDataContext) -> None:
         """Record a step of a loop that is only followed."""
-        if not self._wraps and self._listener is not None:
-            self._add(ctx.step or 0, ctx.epoch, ctx.batch_data, ctx.batch_idx, ctx.lr, ctx.raw("loss"), self._streams)
+        if not self._wraps:
+            batch = describe_batch(ctx.batch_data, None, ctx.batch_idx, ctx.epoch)
+            self._add(ctx.step or 0, ctx.epoch, batch, ctx.lr, ctx.raw("loss"))
             self._streams = Streams()
 
-    # -- any other loop ----------------------------------------------------------------------------------------
-
-    def recording(self, model: nn.Module, optimizer: Any) -> Self:
-        """Begin to record a loop of your own, in which a step of ``optimizer`` ends a step; for ``with``."""
-        if self.path is None:
-            raise OptionError("The recorder does not know where to write: give it a file, FlightRecorder(to=...).")
-        self._begin(model)
-        inner = unwrap_optimizer(optimizer)
-        self._noted = {}
-        self._handle = attach_optimizer(inner, self._end_step, on="step_post", name=self.name)
-        return self
-
-    def note(self, *, loss: Any = None, batch: Any = None, ids: Any = None) -> None:
-        """Say what the loss and the batch of the step were that has just ended, or of the one that is under way."""
-        if self._listener is not None and self._steps and self._steps[-1].is_open:
-            self._steps[-1].note(loss, batch, ids)
-            self._listener.note_loss(self._steps[-1].number, loss)
+    def _add(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any) -> None:
+        if self._listener is not None:
+            self._steps.append(_FlightStep(number, epoch, batch, lr, loss, self._streams))
+            self._listener.end_step(number, loss if isinstance(loss, Tensor | float) else None)
             self._take(self._listener.arrived())
-            if self._steps[-1].number == self._written_bad:
-                self._dump(self.written[-1])  # now with the batch
-        else:
-            self._noted = {"loss": loss, "batch": batch, "ids": ids}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.write(f"{type(error).__name__}: {error}")
-        if self._handle is not None:
-            self._handle.remove(quiet=True)
-            self._handle = None
-        self.finish()
-
-    def _end_step(self, optimizer: Any, *args: Any) -> None:
-        if phase() == "intervention":
-            return
-        noted, self._noted = self._noted, {}
-        number = self._steps[-1].number + 1 if self._steps else 0
-        lr = optimizer.param_groups[0]["lr"]
-        self._add(number, None, noted.get("batch"), None, lr, noted.get("loss"), self._streams, ids=noted.get("ids"))
-        self._steps[-1].is_open = not noted
-        self._streams = Streams()
-
-    # -- recording ---------------------------------------------------------------------------------------------
-
-    def _add(
-        self, number: int, epoch: int | None, batch: Any, index: int | None, lr: Any, loss: Any,
-        streams: Streams | None, *, ids: Any = None,
-    ) -> None:  # fmt: skip
-        if self._listener is None:
-            return
-        ids = name_batch(find_ids(batch) if ids is None else ids, index, epoch, count_batches(batch))
-        step = _FlightStep(number, epoch, describe_batch(batch, ids), lr, loss, streams)
-        if self._steps:
-            self._steps[-1].is_open = False
-        self._steps.append(step)
-        self._listener.end_step(number, loss if isinstance(loss, Tensor | float) else None)
-        self._take(self._listener.arrived())
 
     def _take(self, arrived: list[StepRows]) -> None:
         """Give steps their numbers, and write if they are bad."""
@@ -247,28 +173,25 @@ class FlightRecorder(TrainingHook):
             first = step.take(rows)
             if first:
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
-                if is_first and self.write(f"NaN or infinity at {first} in step {step.number}") is not None:
-                    self._written_bad = step.number
-            if rows.loss is not None and self._losses.add(step.loss_value)[0]:  # else it comes by itself, later
+                if is_first:
+                    self.write(f"NaN or infinity at {first} in step {step.number}")
+            if self._losses.add(step.loss_value):
                 self.write(f"a loss spike, {step.loss_value:.4g} in step {step.number}")
 
-    def write(self, reason: str) -> Path | None:
-        """Write the last steps to the file now; return where it is."""
-        path = self._dump(reason)
-        if path is not None:
-            self.written.append(reason)
-            logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
-        return path
+    def _write_error(self, error: BaseException | None) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        if error is not None and reason not in self.written[-1:]:
+            self.write(reason)
 
-    def _dump(self, reason: str) -> Path | None:
+    def write(self, reason: str) -> Path | None:
+        """Write the last steps to the file now; return where it is. May be called in a signal handler."""
         path = self.path
         if path is None:
             return None
-        if self._listener is not None:
-            by_number = {step.number: step for step in self._steps}
-            for rows in self._listener.coming():  # left there for `_take`: this may run in a signal handler
-                if rows.number in by_number:
-                    by_number[rows.number].take(rows)
+        by_number = {step.number: step for step in self._steps}
+        for rows in [] if self._listener is None else self._listener.coming():  # which `_take` gets again
+            if rows.number in by_number:
+                by_number[rows.number].take(rows)
         try:
             write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
         except OSError as error:  # a full disk, a folder that is gone: no reason to end the run
@@ -281,43 +204,17 @@ class FlightRecorder(TrainingHook):
                 )
             self._has_failed = True
             return None
+        self.written.append(reason)
+        logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
         return path
-
-    # -- signals -----------------------------------------------------------------------------------------------
-
-    def _take_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._process = os.getpid()
-        for number in self._signals:
-            before = signal.getsignal(number)
-            if before is not None and before is not signal.SIG_IGN:  # None: set by another language
-                self._before[number] = before
-                signal.signal(number, self._receive)
-
-    def _give_signals_back(self) -> None:
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._receive:
-                signal.signal(number, before)
-        self._before = {}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
-        if os.getpid() == self._process:  # not in a worker of a loader
-            self.write(signal.Signals(number).name)
-        if callable(before):
-            before(number, frame)
-        else:
-            signal.signal(number, before)
-            signal.raise_signal(number)
 
 
 class _FlightStep:
     """One step that is kept."""
 
-    __slots__ = ("bad", "batch", "epoch", "is_open", "loss", "lr", "number", "statistics", "streams", "time")
+    __slots__ = ("bad", "batch", "epoch", "loss", "lr", "number", "statistics", "streams", "time")
 
-    def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any, streams: Streams | None) -> None:
+    def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any, streams: Streams) -> None:
         self.number, self.epoch, self.batch, self.lr = number, epoch, batch, lr
         self.loss = loss.detach() if isinstance(loss, Tensor) else loss
         self.streams = streams
@@ -325,18 +222,11 @@ class _FlightStep:
         self.statistics: dict[str, dict[str, float]] = {}
         self.bad: list[str] = []
         """The places that were not finite, by their first bad calls."""
-        self.is_open = False
 
     @property
     def loss_value(self) -> float | None:
         """The loss as a number; waits for the device."""
         return None if self.loss is None else float(self.loss)
-
-    def note(self, loss: Any, batch: Any, ids: Any) -> None:
-        """Take what is known only after the step."""
-        self.loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self.batch = describe_batch(batch, find_ids(batch) if ids is None else ids)
-        self.is_open = False
 
     def take(self, rows: StepRows) -> str:
         """Take the statistics that have arrived; return the first place that was not finite, ``"loss"`` or nothing."""
@@ -345,14 +235,10 @@ class _FlightStep:
             norm = math.sqrt(row[SQUARES] / fires) if row[SQUARES] >= 0 else math.nan
             self.statistics[place.label] = {"mean": float(row[SUM] / count), "norm": norm, "bad": float(row[BAD])}
         calls = rows.bad_places()
-        bad = [place.label for place in calls.places]
-        self.bad = bad or self.bad
-        first = name_first(bad, calls.num_candidates) if bad else ""
-        if rows.loss is not None:
-            self.loss = rows.loss
-            if not math.isfinite(float(rows.loss)):
-                first = first or "loss"
-        return first
+        self.bad = [place.label for place in calls.places]
+        self.loss = self.loss if rows.loss is None else rows.loss
+        is_bad = rows.loss is not None and not math.isfinite(float(rows.loss))
+        return calls.first or ("loss" if is_bad else "")
 
     def facts(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -429,13 +315,13 @@ def set_streams(states: Mapping[str, bytes]) -> None:
         set_cuda_states(torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in of_devices)
 
 
-def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Streams | None]]) -> None:
+def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Streams]]) -> None:
     """Write steps, each with its random streams, and why they are written."""
     streams: dict[str, str] = {}
     rows = []
     for facts, taken in steps:
         keys = {}
-        for name, state in {} if taken is None else taken.to_bytes().items():
+        for name, state in taken.to_bytes().items():
             key = hashlib.blake2b(state, digest_size=8).hexdigest()
             streams.setdefault(key, base64.b64encode(state).decode())
             keys[name] = key

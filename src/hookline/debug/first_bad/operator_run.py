@@ -22,17 +22,14 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, stored_numbers, summarize_tensor
-from hookline.errors import HooklineError
 from hookline.sites import _torch
-from hookline.sites.functions.function_names import find_places
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["OperatorPlace", "OperatorPlaces", "OperatorRun"]
+__all__ = ["UNFILLED", "OperatorPlace", "OperatorPlaces", "OperatorRun", "operator_name"]
 
-_UNFILLED: Final = frozenset(
+UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 )
 """Operators whose results hold whatever was in that memory before."""
@@ -81,8 +78,6 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._origins: dict[int, _Origin] = {}
         """By the storage of a tensor that is not finite."""
-        self._unfilled: dict[int, tuple[str, OperatorPlace, int]] = {}
-        """By storage: memory that was made and not filled, by which operator, where, and how many ran before."""
         self._at_modules: list[_Origin] = []
         self._at_end: list[_Origin] = []
         self._in_backward: list[_Origin] = []
@@ -124,7 +119,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_looking:
             return func(*args, **kwargs)
-        name, number = _name(func), self.num_operators
+        name, number = operator_name(func), self.num_operators
         self.num_operators += 1
         place = self._places.of_operator(str(func))
         inputs = list(_inputs(func, name, args, kwargs))
@@ -134,12 +129,10 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes and not bad:  # they are gone afterwards
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
-        if name in _UNFILLED:
-            self._unfilled |= {_key(tensor): (str(func), place, number) for tensor in _tensors(result)}
+        if name in UNFILLED:
+            for tensor in _tensors(result):  # memory that was freed has no origin any more
+                self._origins.pop(_key(tensor), None)
             return result
-        if all(returned.alias_info is None for returned in func._schema.returns):
-            for tensor in _tensors(result):  # memory of its own, which it has filled
-                self._unfilled.pop(_key(tensor), None)
         both = itertools.chain(_tensors(result), _written(func, args, kwargs) if writes else ())
         outputs = list({id(tensor): tensor for tensor in both}.values())
         spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
@@ -150,7 +143,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in spoiled:
                 self._origins[_key(tensor)] = origin
         kept = {_key(tensor) for tensor in itertools.chain(spoiled, bad)}
-        for tensor in outputs:  # memory that was freed and is used again has no origin any more
+        for tensor in outputs:
             if _key(tensor) not in kept:
                 self._origins.pop(_key(tensor), None)
         return result
@@ -179,19 +172,18 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _from_outside(self, tensor: Tensor) -> _Origin:
         name = self._known.get(_key(tensor))
-        given = "an input or a constant of the step" if name is None else f"{name!r} was not finite when the step began"
+        given = "an input, a constant, or memory that nothing has filled"
+        if name is not None:
+            given = f"{name!r} was not finite when the step began"
         what = "NaN" if _has_nan(tensor) else "Inf"
-        operator, place, number = "the first operator that reads it", self._places.of_operator(""), self.num_operators
-        if _key(tensor) in self._unfilled:
-            operator, place, number = self._unfilled[_key(tensor)]
-            given = "it was in memory that nothing has filled"
+        place, number = self._places.of_operator(""), self.num_operators
         operation = BadOperation(
-            operator, what, place.where, place.module, "", "", "", place.source, number,
+            "the first operator that reads it", what, place.where, place.module, "", "", place.source, number,
             (summarize_tensor("input", tensor),), (), given,
         )  # fmt: skip
         return _Origin(number, operation, is_at_fault=what == "Inf" and _has_plus(tensor))
 
-    def _take_output(self, module: str, output: Any) -> None:
+    def _take_output(self, output: Any) -> None:
         """Note origins of what a module returns."""
         found = self._looked_at(list(_tensors(output)))
         for origin in found:
@@ -234,7 +226,7 @@ class _Call:
             what = f"overflow of {outputs[0].dtype}"
         place = self.place
         return BadOperation(
-            str(self.func), what, place.where, place.module, place.function, place.node, place.forward_operator,
+            str(self.func), what, place.where, place.module, place.node, place.forward_operator,
             place.source, self.number, tuple(inputs), tuple(outputs), given,
         )  # fmt: skip
 
@@ -251,7 +243,8 @@ class _Call:
         return not any(map(_is_bad, _tensors(again)))
 
 
-def _name(func: Any) -> str:
+def operator_name(func: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
     return str(func._schema.name).rpartition("::")[2]
 
 
@@ -329,22 +322,10 @@ class OperatorPlace(NamedTuple):
     where: str
     """``"forward"``, ``"backward"``, ``"optimizer"`` or ``"outside of the model"``."""
     module: str | None
-    called: Any
-    """The function of torch that the code called."""
     node: str = ""
     forward_operator: str = ""
     line: tuple[str, int, str] | None = None
     """File, line and function of the code."""
-
-    @property
-    def function(self) -> str:
-        """The name of the function; empty if it is not known."""
-        if self.called is None:
-            return ""
-        try:
-            return find_places(self.called)[0].name
-        except (HooklineError, TypeError):
-            return str(getattr(self.called, "__name__", ""))
 
     @property
     def source(self) -> str:
@@ -356,36 +337,22 @@ class OperatorPlace(NamedTuple):
         return f"{os.path.basename(path)}:{number}, in {function}" + (f": {text}" if text else "")
 
 
-class _CurrentFunction(TorchFunctionMode):
-    """Note which function of torch the code has called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.function: Any = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, self.function = self.function, func
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.function = before
-
-
 class OperatorPlaces:
-    """Follow modules and functions while the block lasts.
+    """Follow modules while the block lasts.
 
     Args:
         model: The model.
         run_by: The code of the function that runs the step: the code above it has only caused the run.
-        at_output: Is called with the name and the output of each module.
+        at_output: Is called with the output of each module.
     """
 
-    def __init__(self, model: nn.Module, run_by: CodeType, at_output: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, run_by: CodeType, at_output: Callable[[Any], None] = lambda output: None
+    ) -> None:
         self._run_by = run_by
         self._names = {id(module): name for name, module in clean_modules(model)}
         self._parameters = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._at_output = at_output
-        self._functions = _CurrentFunction()
         self._running: list[str] = []
         self._made: dict[int, tuple[str, OperatorPlace]] = {}
         """The operator that made the graph node of that number, and its place."""
@@ -397,11 +364,9 @@ class OperatorPlaces:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._functions.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -411,9 +376,8 @@ class OperatorPlaces:
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
-            name = self._running.pop()
-            if self._at_output is not None:
-                self._at_output(name, output)
+            self._at_output(output)
+            self._running.pop()
 
     def of_operator(self, operator: str) -> OperatorPlace:
         """Return where the operator is called that runs now, and note it for the backward of its node."""
@@ -423,7 +387,7 @@ class OperatorPlaces:
         line, in_optimizer = _user_line(self._run_by)
         module = self._running[-1] if self._running else None
         where = "forward" if module is not None else "optimizer" if in_optimizer else "outside of the model"
-        place = OperatorPlace(where, module, self._functions.function, line=line)
+        place = OperatorPlace(where, module, line=line)
         # The node of an operator is made before the operator is called; later ones without a node change nothing.
         self._made.setdefault(_torch.sequence_number() - 1, (operator, place))
         return place
@@ -432,10 +396,10 @@ class OperatorPlaces:
         name = node.name().rpartition("::")[2]
         leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
         if leaf is not None:
-            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, None, name)
+            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, name)
         operator, made = self._made.get(_torch.sequence_number_of(node), ("", None))
         module, line = (None, None) if made is None else (made.module, made.line)
-        return OperatorPlace("backward", module, None, name, operator, line)
+        return OperatorPlace("backward", module, name, operator, line)
 
 
 def _user_line(run_by: CodeType) -> tuple[tuple[str, int, str] | None, bool]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.debug.first_bad.find_bad_operations import join_optimizers, list_optimizers
-from hookline.debug.first_bad.operator_run import OperatorPlace, OperatorPlaces
+from hookline.debug.first_bad.operator_run import UNFILLED, OperatorPlace, OperatorPlaces, operator_name
 from hookline.errors import OptionError
 from hookline.guard.digest import SWITCH, digest, run_digest
 from hookline.guard.guard import Guard
@@ -29,8 +29,6 @@ from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Replay", "replay_check"]
 
-_UNFILLED: Final = ("empty", "new_empty", "resize_")
-
 
 def replay_check(
     step_fn: Callable[..., Any],
@@ -41,7 +39,6 @@ def replay_check(
     scheduler: Any = None,
     scaler: Any = None,
     loader: Any = None,
-    operators: bool = True,
 ) -> Replay:
     """Run a step several times from one state, and compare the bits of everything that it computes.
 
@@ -61,8 +58,6 @@ def replay_check(
         scheduler: The scheduler, if the step moves it.
         scaler: The ``GradScaler``, if there is one.
         loader: The loader, if the step reads from it.
-        operators: Compare every operator, with compiled code running eagerly. False compares what the step leaves
-            behind, and runs it as it is.
     """
     check_model(model, None)
     if not isinstance(times, int) or times < 2:
@@ -80,7 +75,7 @@ def replay_check(
             for _ in range(times):
                 snapshot.go_back("A step that was run again")
                 random.restore()
-                runs.append(_run_again(step_fn, args, model, optimizers, operators=operators))
+                runs.append(_run_again(step_fn, args, model, optimizers))
     finally:
         guard.release()
     return _compare(runs)
@@ -105,7 +100,7 @@ class Replay(ShownAsTable):
     equal: bool
     """Whether all runs had the same bits everywhere."""
     operator: str = ""
-    """The first operator whose result differs; ``"parameter 0.weight"`` where only the end was compared."""
+    """The first operator whose result differs; ``"weight 0.weight"`` of what the step leaves behind."""
     where: str = ""
     """Where it is: ``"forward of 'layers.3'"``."""
     source: str = ""
@@ -128,13 +123,8 @@ class Replay(ShownAsTable):
         return Table(title=title, foot=foot)
 
 
-def _run_again(
-    step_fn: Callable[..., Any], args: Any, model: nn.Module, optimizers: list[Any], *, operators: bool
-) -> list[_Mark]:
-    """Run the step; return its marks in the order of calls, then those of what it leaves behind."""
-    if not operators:
-        result = step_fn(*args)
-        return _left_behind(result, model, optimizers)
+def _run_again(step_fn: Callable[..., Any], args: Any, model: nn.Module, optimizers: list[Any]) -> list[_Mark]:
+    """Run the step eagerly; return its marks in the order of calls, then those of what it leaves behind."""
     recorder = _BitRecorder(model)
     with torch.compiler.set_stance("force_eager"), recorder:
         result = step_fn(*args)
@@ -187,7 +177,7 @@ class _BitRecorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._places.of_operator(str(func))
         result = func(*args, **(kwargs or {}))
-        if not str(func._schema.name).rpartition("::")[2].startswith(_UNFILLED):
+        if operator_name(func) not in UNFILLED:
             for tensor in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(tensor, Tensor):
                     self.marks.append(_Mark(str(func), place, digest(tensor)))

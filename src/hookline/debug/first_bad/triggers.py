@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.debug.first_bad.find_bad_operations import FirstBadOperation
 from hookline.errors import OptionError
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.messages import suggest, type_name
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TriggeredHooks", "on_trigger"]
 
-_EVENTS: Final = ("nan", "loss_spike", "new_best")
+_EVENTS: Final = ("nan", "loss_spike")
 Make = Callable[["nn.Module"], Any]
 """Attaches something to a model, and returns what takes it off by ``remove()``."""
 
@@ -50,8 +49,7 @@ def on_trigger(
     Until then they cost nothing. In a loop of your own, `hookline.follow` fires the hooks of the manager.
 
     Args:
-        when: ``"nan"`` (a loss that is not finite, or a bad step of a `FirstBadOperation` of the same manager),
-            ``"loss_spike"``, ``"new_best"`` (the smallest loss so far), or a function of the context of POST_STEP.
+        when: ``"nan"`` (a loss that is not finite), ``"loss_spike"``, or a function of the context of POST_STEP.
         do: What is switched on: lifecycle hooks, or functions ``make(model)`` that attach something and return its
             handle; one, or several.
         steps: For how many steps. What happens again meanwhile counts from there.
@@ -101,7 +99,6 @@ class TriggeredHooks(TrainingHook):
         self._arriving: deque[tuple[Any, list[Any]]] = deque()
         self._left = 0
         self._on = ExitStack()
-        self._bad = 0
         self.name = f"on_{when}" if isinstance(when, str) else f"on_{getattr(when, '__name__', 'trigger')}"
         points = {each: validate_points(each.hook_points) for each in self._hooks}
         self._points = points
@@ -126,8 +123,7 @@ class TriggeredHooks(TrainingHook):
         """Run the hooks that are on and due here; at the end of a step, see whether to switch."""
         metrics = self._run_hooks(ctx) if self.is_on else {}
         if ctx.hook_point is HookPoint.POST_STEP:
-            asked = self._when(ctx) if callable(self._when) else self._has_bad_step()
-            self._end_step(self._judge(ctx.raw("loss")) or asked, ctx.model)
+            self._end_step(self._when(ctx) if callable(self._when) else self._judge(ctx.raw("loss")), ctx.model)
         return metrics or None
 
     def _run_hooks(self, ctx: RunDataContext) -> dict[str, Any]:
@@ -137,24 +133,17 @@ class TriggeredHooks(TrainingHook):
                 found |= {f"{hook.name}/{key}": value for key, value in (hook.compute(ctx) or {}).items()}
         return found
 
-    def _has_bad_step(self) -> bool:
-        """Return whether a check of the same manager has found a bad step since the last call."""
-        hooks = [] if self.manager is None else self.manager.hooks.values()
-        before, self._bad = self._bad, sum(each.bad_steps for each in hooks if isinstance(each, FirstBadOperation))
-        return self._when == "nan" and self._bad > before
-
     def _judge(self, loss: Any) -> bool:
         """Take a loss, and judge those that have arrived."""
-        if loss is not None and not callable(self._when):
+        if loss is not None:
             events: list[Any] = []
             host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
             self._arriving.append((host, events))
         happened = False
         while self._arriving and all(event.query() for event in self._arriving[0][1]):
             value = float(self._arriving.popleft()[0])
-            is_spike, is_best = self._losses.add(value)
-            event = {"nan": not math.isfinite(value), "loss_spike": is_spike, "new_best": is_best}
-            happened = happened or event[str(self._when)]
+            is_spike = self._losses.add(value)
+            happened = happened or (is_spike if self._when == "loss_spike" else not math.isfinite(value))
         return happened
 
     def _end_step(self, happened: bool, model: nn.Module | None) -> None:

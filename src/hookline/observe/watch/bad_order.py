@@ -45,6 +45,12 @@ class FirstCalls(NamedTuple):
         """The places that may have been the first beside the one that is named; none where the order is known."""
         return tuple(place.label for place in self.places[1 : self.num_candidates])
 
+    @property
+    def first(self) -> str:
+        """The place that is named, and in words which others may have been the first; empty if there is none."""
+        named = self.places[0].label if self.places else ""
+        return f"{named}, the first among it and {name_doubts(self.doubts)}" if self.doubts else named
+
 
 @dataclass
 class CallOrder:
