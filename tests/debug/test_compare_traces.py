@@ -98,13 +98,13 @@ def test_one_rank_and_two_are_compared_through_dims(tmp_path: Path, monkeypatch:
     for rank in (0, 1):
         monkeypatch.setattr(trace_module, "this_rank", lambda rank=rank: rank)
         _traced(half := Half(rank), tmp_path / "two", lambda model, _: model(torch.ones(2, 8)), targets="layers.#",
-                kinds="output", tensors=True, dims="b d[tp]")  # fmt: skip
+                kinds="output", tensors=True)  # fmt: skip
         assert half.layers[0].weight.shape == (4, 8)
     monkeypatch.setattr(trace_module, "rank_count", lambda: 1)
     monkeypatch.setattr(trace_module, "this_rank", lambda: 0)
     one = _traced(Net(), tmp_path / "one", lambda model, _: model(torch.ones(2, 8)), targets="layers.0",
                   kinds="output", tensors=True)  # fmt: skip
-    found = compare(one, tmp_path / "two")
+    found = compare(one, tmp_path / "two", dims="b d[tp]")
     assert found.ok
     assert "2 ranks (b d[tp])" in found.values[0].how
 

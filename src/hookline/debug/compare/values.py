@@ -114,8 +114,7 @@ def _read(source: Any, name: str) -> Run:
 
 
 def _of_trace(folder: TraceFolder, name: str) -> Run:
-    # Checkpointing repeats calls of the forward: such records are no calls of their own.
-    values = by_key((record.key, record) for record in folder.records if not record.recompute)
+    values = by_key((record.key, record) for record in folder.records)
     others = [note for note in folder.notes if note not in folder.left_out]
     notes, missing, problems = (
         [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
