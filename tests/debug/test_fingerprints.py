@@ -78,7 +78,7 @@ def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["all", "one row", "one column", "a bias", "a constant"])
 def test_sketches_are_linear_and_tell_how_far_two_tensors_are_apart(kind):
-    """The estimate is within a factor of 1.5 for two thirds of 30 places, and right on average, whatever the pattern."""
+    """The estimate is within a factor of 1.5 for two thirds of 30 places, and right on average."""
     torch.manual_seed(0)
     value, change = torch.randn(200, 256), torch.zeros(200, 256)
     change[{"one row": (7,), "one column": (slice(None), 5)}.get(kind, ())] = 0.01
