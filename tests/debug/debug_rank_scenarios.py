@@ -63,22 +63,22 @@ def all_traced(folder: str) -> dict[str, Any]:
     part = data().chunk(2)[rank]
 
     def ddp() -> None:
-        train(DistributedDataParallel(made()), part, root / "ddp", dims=DIMS)
+        train(DistributedDataParallel(made()), part, root / "ddp")
 
     def ddp_with_other_weights() -> None:
         model = DistributedDataParallel(made())
         if rank == 1:
             model.module.down.weight.data[2, 3] += 0.5
-        train(model, part, root / "other", dims=DIMS)
+        train(model, part, root / "other")
 
     def fsdp() -> None:
-        train(sharded(), part, root / "fsdp", dims=DIMS)
+        train(sharded(), part, root / "fsdp")
 
     def fsdp_with_another_shard() -> None:
         model = sharded()
         if rank == 1:
             spoil(model.head.weight)
-        train(model, part, root / "shard", dims=DIMS)
+        train(model, part, root / "shard")
 
     def tensor_parallel() -> None:
         train(split(), data(), root / "tp")

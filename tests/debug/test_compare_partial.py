@@ -47,7 +47,10 @@ def test_a_run_that_ended_early_is_not_the_same(tmp_path: Path, capsys: pytest.C
     assert main(["compare", str(a), str(b)]) == 1
     capsys.readouterr()
     same = traced(model(), tmp_path / "c")
-    assert main(["compare", str(b), str(same), "--html", str(tmp_path / "a" / "trace.json" / "page.html")]) == 2
+    assert (
+        main(["compare", str(b), str(same), "--html", str(tmp_path / "a" / "rank_0" / "records.jsonl" / "page.html")])
+        == 2
+    )
     out, err = capsys.readouterr()
     assert "Nothing differs." in out
     assert "the page cannot be written" in err

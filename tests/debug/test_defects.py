@@ -24,7 +24,7 @@ class WritesUnseen(nn.Module):
 def test_a_tensor_that_was_written_to_unseen_has_a_new_fingerprint(tmp_path: Path) -> None:
     """The same object twice, with other numbers in it: each record has the norm of the tensor beside it."""
     with hl.trace(nn.Sequential(nn.Identity(), WritesUnseen()), to=tmp_path, kinds="output", tensors=True) as running:
-        running._sites._model(torch.ones(3))
+        running._hooks._model(torch.ones(3))
     norms = [(record.fingerprint.norm, float(record.tensor().norm())) for record in read_trace(tmp_path).records]  # type: ignore[union-attr]
     assert [one for one, _ in norms] == pytest.approx([other for _, other in norms])
     assert len({round(one, 3) for one, _ in norms}) == 2
@@ -46,7 +46,7 @@ def test_what_a_user_notes_makes_no_difference(tmp_path: Path) -> None:
     """Whatever words it has."""
     for name in ("a", "b"):
         with hl.trace(nn.Identity(), to=tmp_path / name, kinds="output") as running:
-            running._sites._model(torch.ones(2))
+            running._hooks._model(torch.ones(2))
             if name == "b":
                 running.note("batch 7 was left out by the sampler; the budget is spent")
     found = hl.compare(tmp_path / "a", tmp_path / "b")

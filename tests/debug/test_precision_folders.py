@@ -1,14 +1,12 @@
-"""The folder of a precision check: one name on all ranks, and disks that are full."""
+"""The folder of a precision check has one name on all ranks."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,23 +35,6 @@ def test_the_rank_that_comes_first_names_the_folder_for_all(tmp_path: Path, monk
     assert folders[0, 0] == folders[1, 0] == tmp_path / "20240101_000000"
     assert folders[0, 1] == folders[1, 1] == tmp_path / "20240101_000000_2"
     assert len(list(tmp_path.rglob("*.log"))) == 4
-
-
-@pytest.mark.parametrize("save", [False, True])
-def test_a_full_disk_ends_the_files_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, save: bool
-) -> None:
-    """The second tensor does not fit any more: said once, and later ones are left out."""
-    files = PrecisionFiles(str(tmp_path), save=save)
-    files.write("first", "a", torch.ones(2))
-    full = OSError(errno.ENOSPC, "No space left on device")
-    failing = "_write_tensor" if save else "_write_line"
-    monkeypatch.setattr(files, failing, Mock(side_effect=full))
-    for name in "bc":
-        files.write("later", name, torch.ones(2))
-    files.close()
-    assert caplog.text.count("No space left on device") == 1
-    assert len(list(tmp_path.rglob("*.npy"))) == (1 if save else 0)
 
 
 def test_a_path_that_never_worked_is_an_error(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Users call `bisect`. It reads the right run by `values`, and measures how far th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -19,10 +20,13 @@ from hookline.debug.compare.measure import tensor_errors
 from hookline.debug.compare.values import RunSource, read_run
 from hookline.errors import CompareError, OptionError
 from hookline.guard.guard import rollback
+from hookline.hook_types import Hook
+from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture import capture
 from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
 from hookline.sites.site_info import Site
-from hookline.sites.targets import named_modules, select
+from hookline.sites.targets import select
 from hookline.tables import ShownAsTable, Table
 from hookline.tree import leaves, map_tensors
 
@@ -39,9 +43,6 @@ _CallLeaves: TypeAlias = Mapping[str, Value]
 
 _ROOT: Final[_SiteCall] = ("", 0)
 """The call of the model itself."""
-
-_Inputs: TypeAlias = Callable[[Sequence[_SiteCall]], dict[_SiteCall, dict[str, Value]]]
-"""Returns what some calls were given in the right run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def bisect(
     Args:
         model: The wrong model.
         right: A trace of the right run with tensors of outputs, and of inputs to tell a module from the code that calls
-            it; a cache, likewise; or the right model, which is run twice.
+            it; a cache, likewise; or the right model.
         inputs: What the right run was given: a tensor, a tuple of arguments, a dict of keyword arguments, or a function
             that runs the model that it is given and returns the end.
         targets: Among which modules to look.
@@ -162,8 +163,7 @@ def bisect(
             "nothing to find. Give tolerance= to hold it to less."
         )
     before, call = _halve(found, trials, calls, outputs)
-    given = _inputs_of_model(right, run) if isinstance(right, nn.Module) else _inputs_of_run(values)
-    _blame(found, trials, before, call, given)
+    _blame(found, trials, before, call, _by_call(values, "input"))
     return found
 
 
@@ -187,19 +187,22 @@ def _is_healed(found: Bisection, trials: _BisectTrials, error: float) -> bool:
 
 
 def _blame(
-    found: Bisection, trials: _BisectTrials, before: Mapping[_SiteCall, _CallLeaves], call: _SiteCall, given: _Inputs
+    found: Bisection,
+    trials: _BisectTrials,
+    before: Mapping[_SiteCall, _CallLeaves],
+    call: _SiteCall,
+    given: Mapping[_SiteCall, _CallLeaves],
 ) -> None:
     """Go from the call that was found to the innermost around it that its right input does not heal."""
     chain = [call]
     while chain[-1] != _ROOT:
         chain.append(trials.callers.get(chain[-1], _ROOT))
-    right = given(chain)
     for suspect, caller in zip(chain, [*chain[1:], _ROOT], strict=True):
         found.module, found.call = suspect
         found.caller, found.is_sure = caller[0], suspect == _ROOT
-        if suspect == _ROOT or not right.get(suspect):
+        if suspect == _ROOT or suspect not in given:
             return
-        error, is_whole = trials.error_given(before, suspect, right[suspect])
+        error, is_whole = trials.error_given(before, suspect, given[suspect])
         check = BisectionTrial(suspect[0], error, _is_healed(found, trials, error), suspect[1])
         found.checks.append(check)
         if not check.is_healed:
@@ -219,35 +222,12 @@ def _runner(inputs: Any) -> Callable[[nn.Module], Any]:
     raise OptionError("bisect() takes inputs as a tensor, a tuple of arguments, a dict, or a function of the model.")
 
 
-def _recorded(model: nn.Module, run: Callable[[nn.Module], Any], targets: Any = "*", *, inputs: bool = False) -> Any:
+def _recorded(model: nn.Module, run: Callable[[nn.Module], Any]) -> Cache:
     """Return what flows through the right model."""
-    with (
-        rollback(model),
-        torch.no_grad(),
-        capture(model, targets, clone=True, inputs=inputs, scope="process") as cache,
-    ):
+    with rollback(model), torch.no_grad(), capture(model, "*", clone=True, inputs=True, scope="process") as cache:
         run(model)
         cache.remove(quiet=True)
     return cache
-
-
-def _inputs_of_model(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Inputs:
-    """Run the right model once more for the inputs of a few calls: those of all would take twice the memory."""
-
-    def given(calls: Sequence[_SiteCall]) -> dict[_SiteCall, dict[str, Value]]:
-        known = {name for name, _ in named_modules(model)}
-        names = list(dict.fromkeys(name for name, _ in calls if name in known and name))
-        if not names:
-            return {}
-        found = read_run(_recorded(model, run, names, inputs=True), "the right run")
-        return _inputs_of_run([*found.values.values()])(calls)
-
-    return given
-
-
-def _inputs_of_run(values: Sequence[Value]) -> _Inputs:
-    found = _by_call(values, "input")
-    return lambda calls: {call: found[call] for call in calls if call in found}
 
 
 def _by_call(values: Sequence[Value], kind: str) -> dict[_SiteCall, dict[str, Value]]:
@@ -310,17 +290,14 @@ class _BisectTrials:
             if call in open_calls:
                 del open_calls[open_calls.index(call) :]
 
-        with rollback(self.model), torch.no_grad():
-            first = attach(self.model, "*", begin, on="forward_pre", observe=True, name="bisect")
-            last = attach(self.model, "*", finish, observe=True, name="bisect")
-            try:
-                end = self.run(self.model)
-            finally:
-                first.remove(quiet=True)
-                last.remove(quiet=True)
+        with (
+            self._attached("*", begin, on="forward_pre", observe=True),
+            self._attached("*", finish, observe=True),
+        ):
+            error = self.error_with({})
         self.ended = list(dict.fromkeys(self.ended))
         self._set_floor()
-        return self._error(end)
+        return error
 
     def _set_floor(self) -> None:
         rounding = RoundingModel()
@@ -340,15 +317,8 @@ class _BisectTrials:
         def swap(module: nn.Module, args: Any, output: Any, *, site: Site) -> Any:
             return _with_outputs(output, outputs.get((site.name, site.call), {}), site)
 
-        with rollback(self.model), torch.no_grad():
-            names = list(dict.fromkeys(name for name, _ in outputs))
-            handle = attach(self.model, names, swap, name="bisect") if names else None
-            try:
-                end = self.run(self.model)
-            finally:
-                if handle is not None:
-                    handle.remove(quiet=True)
-            return self._error(end)
+        with rollback(self.model), torch.no_grad(), self._attached([*dict.fromkeys(name for name, _ in outputs)], swap):
+            return self._error(self.run(self.model))
 
     def error_given(
         self, outputs: Mapping[_SiteCall, _CallLeaves], call: _SiteCall, given: _CallLeaves
@@ -363,9 +333,15 @@ class _BisectTrials:
             missing.difference_update(placed)
             return changed
 
-        handle = attach(self.model, call[0], hand_over, on="forward_pre", with_kwargs=True, name="bisect")
+        with self._attached(call[0], hand_over, on="forward_pre", with_kwargs=True):
+            error = self.error_with(outputs)
+        return error, not missing
+
+    @contextmanager
+    def _attached(self, names: str | list[str], hook: Hook, **options: Any) -> Iterator[None]:
+        handle = attach(self.model, names, hook, name="bisect", **options) if names else HandleSet()
         try:
-            return self.error_with(outputs), not missing
+            yield
         finally:
             handle.remove(quiet=True)
 

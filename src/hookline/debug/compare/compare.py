@@ -32,7 +32,7 @@ def compare(
     thresholds: Mapping[str, float | Mapping[str, float]] | None = None,
     noise: RunSource | Sequence[RunSource] | None = None,
     rules: Sequence[Rule] = DEFAULT_RULES,
-    rows: tuple[Any, Any] | None = None,
+    rows: tuple[RowTable, RowTable] | None = None,
     dims: DimsOption = None,
     mesh: Mapping[str, int] | None = None,
     tensors_only: bool = False,
@@ -64,7 +64,7 @@ def compare(
             (and put back). What they differ by is the noise floor of each site. Without them it is modelled by the
             dtypes and the depth.
         rules: Which sites are the same although fused, paired or named in another way.
-        rows: For A and for B, whose the rows are: `padded_rows`, `packed_rows`, or a key for each row. Traces know.
+        rows: For A and for B, whose the rows are: `padded_rows` or `packed_rows`. Traces know.
         dims: How tensors lie on ranks, ``"b s h[tp] d"``, for all sites or by pattern; DTensors know.
         mesh: Sizes of the axes that ``dims`` names, the outermost first; needed if there are several.
         tensors_only: Leave out what only fingerprints are there of, instead of estimating its error.
@@ -76,7 +76,7 @@ def compare(
     allowed = AllowedErrors(atol=atol, rtol=rtol, thresholds=thresholds)
     rows_a, rows_b = _row_pair(rows)
 
-    def read(source: RunSource, name: str, rows: Any) -> Run:
+    def read(source: RunSource, name: str, rows: RowTable | None) -> Run:
         run = read_run(source, name, rows)
         has_ranks = len({key.rank for key in run.values}) > 1
         return unshard(run, dims, mesh) if has_ranks else run
@@ -85,7 +85,7 @@ def compare(
     notes: list[str] = []
     pairs = pair_runs(run_a, run_b, rules, notes)
     gaps = find_gaps(pairs, run_a, run_b)
-    notes += [*gaps.notes, *_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
+    notes += [*_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
     problems = [*run_a.problems, *run_b.problems]
     if tensors_only:
         pairs = [pair for pair in pairs if pair.has_tensors or pair.why or pair.a is None or pair.b is None]
@@ -112,21 +112,23 @@ def compare(
     )
 
 
-def _row_pair(rows: Any) -> tuple[Any, Any]:
+def _row_pair(rows: Any) -> tuple[RowTable | None, RowTable | None]:
     if rows is None:
         return None, None
-    if not isinstance(rows, tuple | list) or len(rows) != 2:
+    if not isinstance(rows, tuple | list) or len(rows) != 2 or not all(isinstance(one, RowTable) for one in rows):
         raise OptionError("rows= takes a pair, for A and for B: rows=(padded_rows(mask), packed_rows([5, 7])).")
     return rows[0], rows[1]
 
 
-def _unfit_rows(run: Run, rows: Any) -> list[str]:
+def _unfit_rows(run: Run, rows: RowTable | None) -> list[str]:
     """Return a note if rows were given for a run, and no tensor of it has so many."""
     if rows is None or any(value.rows is not None for value in run.values.values()):
         return []
-    what = f"{sum(rows.lengths)} tokens of {len(rows.requests)} requests" if isinstance(rows, RowTable) else len(rows)
     shapes = ", ".join(map(str, list(dict.fromkeys(value.shape for value in run.values.values()))[:3]))
-    return [f"The rows= of {run.name} ({what}) fit no tensor of it; it has {shapes}, …."]
+    return [
+        f"The rows= of {run.name} ({sum(rows.lengths)} tokens of {len(rows.requests)} requests) fit no tensor of it; "
+        f"it has {shapes}, …."
+    ]
 
 
 def _lone_dtype(pairs: Sequence[Pair]) -> list[str]:

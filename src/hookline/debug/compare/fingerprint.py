@@ -23,35 +23,41 @@ from torch import Tensor
 
 from hookline.observe.watch.kernel import is_available, kernel_types, on_device
 
-__all__ = ["DeviceFingerprints", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "sketch_tables"]
+__all__ = ["DeviceFingerprints", "FoundNumbers", "fingerprint_on_cpu"]
 
 COLUMNS: Final = 1021
 ROWS: Final = 256
 BLOCK: Final = COLUMNS * ROWS
 WIDTH: Final = 64
-"""How many neighbouring columns make a group; there are 16."""
+"""How many neighbouring columns make a group."""
+GROUPS: Final = -(-COLUMNS // WIDTH)
+_STARTS: Final = np.arange(0, COLUMNS, WIDTH)
 _TINY: Final = 1e-30
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 
 
-class SketchTables:
-    """The random signs of a seed. All traces have those of 0, so that any two can be compared."""
+class _SketchTables:
+    """The random signs of all traces, so that any two can be compared."""
 
-    def __init__(self, seed: int = 0) -> None:
-        made = np.random.Generator(np.random.Philox(seed))
-        self.seed = seed
+    def __init__(self) -> None:
+        made = np.random.Generator(np.random.Philox(0))
         self.signs: NDArray[np.float32] = (made.integers(0, 2, (ROWS, COLUMNS)) * 2 - 1).astype(np.float32)
         self.odd: NDArray[np.uint64] = made.integers(0, 1 << 64, COLUMNS, dtype=np.uint64) | np.uint64(1)
-        self.starts: NDArray[np.intp] = np.arange(0, COLUMNS, WIDTH)
         self.signs_double: NDArray[np.float64] = self.signs.astype(np.float64)
 
-    @functools.cache  # noqa: B019  # one object for each seed lives as long as the process
-    def block_signs(self, blocks: int) -> NDArray[np.float64]:
-        """Return a sign for each of so many blocks and each group."""
-        made = np.random.Generator(np.random.Philox(key=self.seed + (1 << 64)))
-        signs: NDArray[np.float64] = (made.integers(0, 2, (blocks, len(self.starts))) * 2 - 1).astype(np.float64)
-        signs[0] = 1.0
-        return signs
+
+@functools.cache
+def _tables() -> _SketchTables:
+    return _SketchTables()
+
+
+@functools.cache
+def _block_signs(blocks: int) -> NDArray[np.float64]:
+    """Return a sign for each of so many blocks and each group."""
+    made = np.random.Generator(np.random.Philox(key=1 << 64))
+    signs: NDArray[np.float64] = (made.integers(0, 2, (blocks, GROUPS)) * 2 - 1).astype(np.float64)
+    signs[0] = 1.0
+    return signs
 
 
 class FoundNumbers(NamedTuple):
@@ -63,19 +69,13 @@ class FoundNumbers(NamedTuple):
     sketch: NDArray[np.float64]
 
 
-@functools.cache
-def sketch_tables() -> SketchTables:
-    """Return the signs of all traces."""
-    return SketchTables()
-
-
-def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables) -> FoundNumbers:
+def fingerprint_on_cpu(tensor: Tensor) -> FoundNumbers:
     """Return the fingerprint of a dense tensor that is on the CPU."""
     flat = _flat(tensor)
     numbers = _as_real(flat)
     count = numbers.numel()
     if not count:
-        return FoundNumbers((0.0, 0.0, 0.0, 0, 0), 0, np.zeros(len(tables.starts)))
+        return FoundNumbers((0.0, 0.0, 0.0, 0, 0), 0, np.zeros(GROUPS))
     high, low = numbers.amax().item(), numbers.amin().item()
     nan = inf = 0
     if not (math.isfinite(high) and math.isfinite(low)):
@@ -86,7 +86,7 @@ def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables) -> FoundNumbers:
     total, squares = _moments(numbers, max(high, -low))
     found = (total / count, math.sqrt(squares), max(high, -low), nan, inf)
     with np.errstate(over="ignore", invalid="ignore"):  # of numbers near 1e38 the sums are infinite, or NaN
-        return FoundNumbers(found, _hash(flat, tables), _sketch(numbers.numpy(), tables))
+        return FoundNumbers(found, _hash(flat), _sketch(numbers.numpy()))
 
 
 def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
@@ -100,18 +100,18 @@ def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
     return total, squares
 
 
-def _sketch(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
+def _sketch(numbers: NDArray[np.floating]) -> NDArray[np.float64]:
     count = numbers.size
     if count <= BLOCK:
-        return _sketch_of_block(numbers, tables)
-    signs = tables.block_signs(-(-count // BLOCK))
+        return _sketch_of_block(numbers)
+    signs = _block_signs(-(-count // BLOCK))
     blocks = range(0, count, BLOCK)
-    found = [_sketch_of_block(numbers[begin : begin + BLOCK], tables) for begin in blocks]
+    found = [_sketch_of_block(numbers[begin : begin + BLOCK]) for begin in blocks]
     return np.asarray((np.stack(found) * signs).sum(0))
 
 
-def _sketch_of_block(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
-    signs = tables.signs if numbers.dtype == np.float32 else tables.signs_double
+def _sketch_of_block(numbers: NDArray[np.floating]) -> NDArray[np.float64]:
+    signs = _tables().signs if numbers.dtype == np.float32 else _tables().signs_double
     rows, rest = divmod(numbers.size, COLUMNS)
     if rows:
         whole = numbers[: rows * COLUMNS].reshape(rows, COLUMNS)
@@ -120,17 +120,17 @@ def _sketch_of_block(numbers: NDArray[np.floating], tables: SketchTables) -> NDA
         columns = np.zeros(COLUMNS, numbers.dtype)
     if rest:
         columns[:rest] += numbers[rows * COLUMNS :] * signs[rows, :rest]
-    return np.add.reduceat(columns, tables.starts, dtype=np.float64)
+    return np.add.reduceat(columns, _STARTS, dtype=np.float64)
 
 
-def _hash(flat: Tensor, tables: SketchTables) -> int:
-    words = _words(flat)
+def _hash(flat: Tensor) -> int:
+    words, odd = _words(flat), _tables().odd
     rows, rest = divmod(words.size, COLUMNS)
     if not rows:
-        return int(np.dot(words, tables.odd[:rest]))
+        return int(np.dot(words, odd[:rest]))
     columns = np.add.reduce(words[: rows * COLUMNS].reshape(rows, COLUMNS), axis=0)
     columns[:rest] += words[rows * COLUMNS :]
-    return int(np.dot(columns, tables.odd))
+    return int(np.dot(columns, odd))
 
 
 def _words(flat: Tensor) -> NDArray[np.uint64]:
@@ -184,14 +184,13 @@ class DeviceFingerprints:
     times as long), and many are merged by one more; elsewhere torch's operators do the same.
     """
 
-    def __init__(self, device: torch.device, host: SketchTables, *, by_programs: bool | None = None) -> None:
+    def __init__(self, device: torch.device, *, by_programs: bool | None = None) -> None:
         self._device = device
-        self._host = host
         self._by_programs = is_available(device) if by_programs is None else by_programs
-        self._signs = torch.from_numpy(host.signs).to(device)
-        self._odd = torch.from_numpy(host.odd.view(np.int64)).to(device)
+        self._signs = torch.from_numpy(_tables().signs).to(device)
+        self._odd = torch.from_numpy(_tables().odd.view(np.int64)).to(device)
         self._block_signs: dict[int, Tensor] = {}
-        self._numbers = torch.zeros(_CAPACITY, 5 + len(host.starts), dtype=torch.float64, device=device)
+        self._numbers = torch.zeros(_CAPACITY, 5 + GROUPS, dtype=torch.float64, device=device)
         self._hashes = torch.zeros(_CAPACITY, dtype=torch.int64, device=device)
         self._slots = torch.empty(0, _SLOT_WIDTH, dtype=torch.float64, device=device)
         self._used_slots = 0
@@ -238,7 +237,7 @@ class DeviceFingerprints:
     def _signs_of(self, blocks: int) -> Tensor:
         found = self._block_signs.get(blocks)
         if found is None:
-            found = self._block_signs[blocks] = torch.from_numpy(self._host.block_signs(blocks)).to(self._device)
+            found = self._block_signs[blocks] = torch.from_numpy(_block_signs(blocks)).to(self._device)
         return found
 
     # -- by programs ---------------------------------------------------------------------------------------
@@ -256,14 +255,7 @@ class DeviceFingerprints:
         blocks = self._signs_of(-(-count // BLOCK))
         slots = self._slots.data_ptr() + first * _SLOT_WIDTH * 8
         tables = self._signs.data_ptr(), blocks.data_ptr(), self._odd.data_ptr()
-        constants = (
-            kernel_types()[flat.dtype][0],
-            flat.element_size(),
-            _PROGRAM_ROWS,
-            ROWS,
-            len(self._host.starts),
-            WIDTH,
-        )
+        constants = kernel_types()[flat.dtype][0], flat.element_size(), _PROGRAM_ROWS, ROWS, GROUPS, WIDTH
         self._run("read_rows", programs, (flat.data_ptr(), *tables, slots, count), constants)
 
     def _merge(self) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -115,28 +116,28 @@ def verdict_on(error: float, floor: float, *, is_estimate: bool = False) -> tupl
 
 
 class _Noise(NamedTuple):
-    """What was measured at one place: the relative error, and the largest of a row or channel."""
+    """What was measured at one place: the relative error, the largest of a row or channel, and the coarsest unit."""
 
     whole: float = 0.0
     part: float = 0.0
+    unit: float = 0.0
 
 
-NoiseFloors: TypeAlias = Mapping[ValueKey, Mapping[str, _Noise]]
-"""The noise that was measured, by the key that A's value was recorded with, then by the dtype of the noise run."""
+NoiseFloors: TypeAlias = Mapping[ValueKey, _Noise]
+"""The noise that was measured, by the key that A's value was recorded with."""
 
 
 def noise_floors(runs: Iterable[Sequence[Pair]]) -> NoiseFloors:
-    """Return the largest errors at each place of several runs that differ from A by rounding alone, by their dtype."""
-    found: dict[ValueKey, dict[str, _Noise]] = defaultdict(dict)
-    for pairs in runs:
-        for pair in pairs:
-            errors = pair.errors
-            # A run that is A to the bit at this place, as one that was repeated on a CPU, measures no rounding.
-            if pair.is_measured and not errors.mismatched and not errors.is_equal and math.isfinite(errors.rel_l2):
-                a, b = pair.both
-                before = found[a.key].get(b.dtype, _Noise())
-                found[a.key][b.dtype] = _Noise(max(before.whole, errors.rel_l2), max(before.part, errors.part_rel))
-    return dict(found)
+    """Return the largest errors at each place of several runs that differ from A by rounding alone."""
+    found: dict[ValueKey, _Noise] = {}
+    for pair in itertools.chain(*runs):
+        errors = pair.errors
+        # A run that is A to the bit at this place, as one that was repeated on a CPU, measures no rounding.
+        if pair.is_measured and not errors.mismatched and not errors.is_equal and math.isfinite(errors.rel_l2):
+            a, b = pair.both
+            here = _Noise(errors.rel_l2, errors.part_rel, _unit_of(a.dtype, b.dtype))
+            found[a.key] = _Noise(*map(max, here, found.get(a.key, _Noise())))
+    return found
 
 
 # -- what users allow ----------------------------------------------------------------------------------------------
@@ -352,16 +353,12 @@ class _Judge:
         """Return the floor, and the noise of rows and channels if noise was measured."""
         a, b = pair.both
         measured = self._noise.get(a.key)
-        if not measured:
+        if measured is None:
             return modelled, None
         unit = _unit_of(a.dtype, b.dtype)
-        if b.dtype in measured and b.dtype != a.dtype:
-            return max(measured[b.dtype].whole, unit), measured[b.dtype].part
-        whole, parts = (max(of) for of in zip(*measured.values(), strict=True))
-        # Noise is that of A: where B has a coarser dtype than any noise run, its rounding has to be modelled.
-        if _unit_of(b.dtype) > _unit_of(a.dtype):
-            return max(whole, modelled), None
-        return max(whole, unit), parts
+        if unit > measured.unit:  # B has a coarser dtype than any noise run: its rounding has to be modelled
+            return max(measured.whole, modelled), None
+        return max(measured.whole, unit), measured.part
 
     def _error(self, pair: Pair) -> float:
         """Return the relative error; of gradients that are nearly zero, beside the usual ones."""

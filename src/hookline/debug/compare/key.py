@@ -45,8 +45,7 @@ class ValueKey(NamedTuple):
     leaf: str = ""
     """The path inside of an output or input (``"0"``, ``"logits"``, ``"kwargs.mask"``); empty if it is one tensor."""
     call: int = 0
-    """Which call of the site within the step, from 0; of a gradient, the call it belongs to. Recomputed calls have the
-    number of the call they repeat."""
+    """Which call of the site within the step, from 0; of a gradient, the call it belongs to."""
 
     @property
     def slot(self) -> ValueKey:
@@ -217,14 +216,8 @@ class Value(_AtKey):
     """None if there is only the tensor."""
     rows: RowKeys | None = None
     """Whose its rows are; None if nobody has said, or it has no such rows."""
-    dims: str | None = None
-    """What the user has said of the dimensions, such as ``"b s h[tp] d"``."""
     placements: MeshPlacement | None = None
     """How a distributed tensor lies on its mesh; None for a plain one."""
-    recompute: bool = False
-    """Whether activation checkpointing repeated a forward; such a value is extra, not another call."""
-    micro_batch: int = 0
-    """Which forward of the model within the step."""
     note: str = ""
     """How it was put together, where it is not as it was recorded."""
 

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -19,30 +18,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.debug.compare.fingerprint import (
-    DeviceFingerprints,
-    FoundNumbers,
-    fingerprint_on_cpu,
-    sketch_tables,
-)
+from hookline.debug.compare.fingerprint import DeviceFingerprints, FoundNumbers, fingerprint_on_cpu
 from hookline.debug.compare.key import MeshPlacement
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.trace_files import RecordBatch, TracePlace, TraceWriter
+from hookline.debug.compare.trace_files import TracePlace, TraceRecord, TraceWriter
 from hookline.distributed.shards import arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store
 from hookline.factories.served_batch import measurable
-from hookline.messages import caller_stacklevel
+from hookline.messages import caller_stacklevel, nearest_names
 from hookline.observe.watch.pending import Streams, streams_of
+from hookline.sites.targets import name_matcher
 
-__all__ = ["TraceMoment", "TraceRecorder"]
+__all__ = ["Names", "TraceMoment", "TraceRecorder"]
 
+Names: TypeAlias = bool | str | tuple[str, ...] | list[str]
+"""Whose tensors are stored: True for all, or names and globs of sites."""
 _MOST_RECORDS: Final = 4096
 """Records that wait for a batch."""
 _MOST_BYTES: Final = 64 << 20
 """Bytes of tensors that wait for a file."""
-_LINE_BYTES: Final = 400
-"""What a record adds to the files beside its tensor, at most: its share of a line, its place, its key."""
 _SECONDS: Final = 5.0
 """How long fingerprints stay on a device where a step or forward ends: fetching them waits for the device."""
 _FOR_TENSORS: Final = 0.9
@@ -54,13 +49,16 @@ class TraceMoment(NamedTuple):
 
     step: int
     call: int
-    micro_batch: int = 0
-    recompute: bool = False
 
 
 _Stream: TypeAlias = tuple[torch.device, int]
-_Found: TypeAlias = FoundNumbers | tuple[_Stream, int]
-"""Numbers, or where they are: a row of the fingerprints on a stream."""
+
+
+class _DeviceRow(NamedTuple):
+    """A fingerprint that is still on a device: a row of those of a stream."""
+
+    stream: _Stream
+    row: int
 
 
 class _PendingRecord(NamedTuple):
@@ -69,7 +67,7 @@ class _PendingRecord(NamedTuple):
     rows: int | None
     tensor: int | None
     """The number among the tensors that wait."""
-    found: _Found
+    found: FoundNumbers | _DeviceRow
 
 
 @dataclass(slots=True)
@@ -81,28 +79,39 @@ class _Waiting:
     bytes: int = 0
 
 
+class _WantedNames:
+    """Says whose tensors are stored, and remembers which names and globs nothing has answered to."""
+
+    def __init__(self, names: Names) -> None:
+        self._all = names is True
+        patterns = [] if isinstance(names, bool) else [names] if isinstance(names, str) else names
+        self.unused = {pattern: name_matcher(pattern) for pattern in patterns}
+        self._tests = list(self.unused.values())
+        self.known: dict[str, bool] = {}
+        """The sites that were seen."""
+
+    def has(self, site: str) -> bool:
+        """Return whether the tensors of a site are stored."""
+        found = self.known.get(site)
+        if found is None:
+            found = self.known[site] = self._all or any(test(site) for test in self._tests)
+            self.unused = {pattern: test for pattern, test in self.unused.items() if not test(site)}
+        return found
+
+
 class TraceRecorder:
     """Takes tensors from hooks of any thread.
 
     Args:
         writer: Where to.
+        tensors: Whose tensors are stored.
         budget: How many bytes may be written in all; None for any number.
-        wants_tensor: Returns whether the tensors of a site are to be stored, given its name.
-        dims_of: Returns what the user has said of the dimensions of a site, given its name and kind.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter,
-        *,
-        budget: int | None = None,
-        wants_tensor: Callable[[str], bool] = lambda site: False,
-        dims_of: Callable[[str, str], str | None] = lambda site, kind: None,
-    ) -> None:
+    def __init__(self, writer: TraceWriter, tensors: Names = False, budget: int | None = None) -> None:
         self._writer = writer
-        self._tables = sketch_tables()
+        self._wanted = _WantedNames(tensors)
         self._budget = budget
-        self._wants_tensor, self._dims_of = wants_tensor, dims_of
         self._waiting = _Waiting()
         self._streams: dict[torch.device, Streams] = {}
         self._on_devices: dict[_Stream, DeviceFingerprints] = {}
@@ -113,24 +122,28 @@ class TraceRecorder:
         self._flushed = time.monotonic()
         self.records = 0
         """How many records were taken."""
-        self._failure: str | None = None
-        """Why nothing more can be written."""
-        self.is_spent = False
-        """Whether the budget is spent, or the files cannot be written any more."""
 
     @property
     def bytes(self) -> int:
         """Return how many bytes were written."""
         return self._writer.bytes
 
+    @property
+    def _is_spent(self) -> bool:
+        return self._budget is not None and self._writer.bytes >= self._budget
+
     def take(
         self, site: str, kind: str, leaf: str, tensor: Tensor, moment: TraceMoment, rows: RowTable | None = None
     ) -> None:
         """Add one record; whatever goes wrong with it is noted and does not end the run."""
-        if os.getpid() != self._process:  # a forked worker has no files of its own
+        if not self._writer.is_open or os.getpid() != self._process:  # a forked worker has no files of its own
             return
-        if self.is_spent:
-            self._tell_of_budget(_in_words(site, kind, leaf), moment.step)
+        if self._is_spent:
+            self.tell(
+                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from step "
+                f"{moment.step}, {_in_words(site, kind, leaf)}, on was left out. Give a larger budget=",
+                is_left_out=True,
+            )
             return
         try:
             local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
@@ -147,9 +160,9 @@ class TraceRecorder:
         self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor, moment: TraceMoment, rows: RowTable | None
     ) -> None:
         place = self._place(site, kind, leaf, tensor, local)
-        number = None if rows is None else self._writer.rows_number(rows)
+        number = None if rows is None else self._writer.number(rows)
         found = self._fingerprint(local)
-        stored = self._store(local) if self._wants_tensor(site) else None
+        stored = self._store(local) if self._wanted.has(site) else None
         self._waiting.records.append(_PendingRecord(place, moment, number, stored, found))
         self.records += 1
         if len(self._waiting.records) >= _MOST_RECORDS or self._waiting.bytes >= _MOST_BYTES:
@@ -163,17 +176,15 @@ class TraceRecorder:
         if number is None:
             dtype = str(local.dtype).removeprefix("torch.")
             placements = _mesh_placement(tensor) if is_laid else None
-            dims = self._dims_of(site, kind)
-            found = TracePlace(site, kind, leaf, tuple(local.shape), dtype, dims, placements)
-            number = self._places[key] = self._writer.place_number(found)
+            found = TracePlace(site, kind, leaf, tuple(local.shape), dtype, placements)
+            number = self._places[key] = self._writer.number(found)
         return number
 
-    def _fingerprint(self, local: Tensor) -> _Found:
+    def _fingerprint(self, local: Tensor) -> FoundNumbers | _DeviceRow:
         # Of the very tensor that came before too: a kernel, or .data, may have written to it without a new version.
-        on_cpu = local.device.type == "cpu"
-        return fingerprint_on_cpu(local, self._tables) if on_cpu else self._on_device(local)
+        return fingerprint_on_cpu(local) if local.device.type == "cpu" else self._on_device(local)
 
-    def _on_device(self, local: Tensor) -> tuple[_Stream, int]:
+    def _on_device(self, local: Tensor) -> _DeviceRow:
         device = local.device
         streams = self._streams.get(device)
         if streams is None:
@@ -181,16 +192,16 @@ class TraceRecorder:
         stream = device, streams.now()
         there = self._on_devices.get(stream)
         if there is None:
-            there = self._on_devices[stream] = DeviceFingerprints(device, self._tables)
+            there = self._on_devices[stream] = DeviceFingerprints(device)
         if there.is_full:
             self.flush()
-        return stream, there.add(local)
+        return _DeviceRow(stream, there.add(local))
 
     def _store(self, local: Tensor) -> int | None:
         """Keep a copy of a tensor for the next file; return its number there, None without room."""
         size = local.numel() * local.element_size()
-        coming = self._waiting.bytes + len(self._waiting.records) * _LINE_BYTES + size
-        if self._budget is not None and self._writer.bytes + coming > self._budget * _FOR_TENSORS:
+        coming = self._writer.bytes + self._waiting.bytes + size
+        if self._budget is not None and coming > self._budget * _FOR_TENSORS:
             self.tell(
                 f"The budget of {self._budget:,} bytes has no room for more tensors; from record {self.records} on "
                 "there are fingerprints alone. Give a larger budget=, or fewer tensors="
@@ -214,66 +225,39 @@ class TraceRecorder:
         with self._lock:
             self._flushed = time.monotonic()
             waiting = self._waiting
-            if waiting.records and not self.is_spent and os.getpid() == self._process:
+            if waiting.records and self._writer.is_open and os.getpid() == self._process:
                 try:
-                    self._write(waiting)  # after Ctrl-C in it, all waits still
-                except Exception as error:
+                    self._writer.add_records(self._on_host(waiting.records), waiting.tensors)
+                except Exception as error:  # not Ctrl-C: after it, all waits still
                     self._fail(error)
-                else:
-                    self.is_spent = self._budget is not None and self._writer.bytes >= self._budget
             self._waiting = _Waiting()
             for there in self._on_devices.values():
                 there.forget()
 
-    def _write(self, waiting: _Waiting) -> None:
-        on_host = {stream: self._read(stream, there) for stream, there in self._on_devices.items() if there.used}
-        count, width = len(waiting.records), len(self._tables.starts)
-        numbers, sketches = np.empty((count, 5)), np.empty((count, width), np.float32)
-        hashes = np.empty(count, np.uint64)
-        with np.errstate(over="ignore"):  # sums of a run that diverges can be too large for a sketch
-            for index, record in enumerate(waiting.records):
-                found = record.found
-                if isinstance(found, FoundNumbers):
-                    numbers[index], sketches[index], hashes[index] = found.numbers, found.sketch, found.hash
-                else:
-                    rows_there, hashes_there = on_host[found[0]]
-                    numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
-                    hashes[index] = hashes_there[found[1]]
-        records = waiting.records
-        keys = self._writer.add_tensors(waiting.tensors) if waiting.tensors else []
-        self._writer.add_records(
-            RecordBatch(
-                place=[each.place for each in records],
-                step=[each.moment.step for each in records],
-                call=[each.moment.call for each in records],
-                micro_batch=[each.moment.micro_batch for each in records],
-                recompute=[int(each.moment.recompute) for each in records],
-                rows=[each.rows for each in records],
-                tensor=[None if each.tensor is None else keys[each.tensor] for each in records],
-                numbers=numbers,
-                sketches=sketches,
-                hashes=hashes,
-            )
-        )
+    def _on_host(self, records: list[_PendingRecord]) -> list[TraceRecord]:
+        """Return records with the numbers of their fingerprints."""
+        found = {stream: self._read(stream, there) for stream, there in self._on_devices.items() if there.used}
+
+        def numbers_of(one: FoundNumbers | _DeviceRow) -> FoundNumbers:
+            if isinstance(one, FoundNumbers):
+                return one
+            numbers, hashes = found[one.stream]
+            row = numbers[one.row]
+            return FoundNumbers(tuple(row[:5]), int(hashes[one.row]), row[5:])
+
+        return [TraceRecord(one.place, *one.moment, one.rows, one.tensor, numbers_of(one.found)) for one in records]
 
     def _read(self, stream: _Stream, there: DeviceFingerprints) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
         with torch.no_grad(), self._streams[stream[0]].on(stream[1]):
             return there.read()
 
-    def _tell_of_budget(self, what: str, step: int) -> None:
-        if self._failure is None:
-            self.tell(
-                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from step {step}, "
-                f"{what}, on was left out. Give a larger budget=",
-                is_left_out=True,
-            )
-
     def _fail(self, error: Exception) -> None:
-        """End the trace, and not the run."""
-        self.is_spent = True
-        if self._failure is None:
-            self._failure = f"The trace ends early, and the rest was left out: it could not be written ({error})."
-            self.warn(f"Trace in {self._writer.folder}: {self._failure}")
+        """End the trace, and not the run; whoever reads it finds that it was not closed."""
+        self._writer.close(is_complete=False)
+        self.warn(
+            f"Trace in {self._writer.folder}: it ends early, and the rest was left out: it could not be written "
+            f"({error})."
+        )
 
     def note(self, text: str, *, is_left_out: bool = False) -> None:
         """Write a sentence into the trace; with ``is_left_out`` it is of something that is missing there."""
@@ -293,17 +277,20 @@ class TraceRecorder:
         self.warn(f"Trace in {self._writer.folder}: {text}.")
 
     def warn(self, text: str) -> None:
+        """Warn at the line of the user that led here."""
         warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
     def close(self) -> None:
-        """Write the rest, and close the files; may be called again."""
+        """Write the rest, close the files, and warn of names in ``tensors`` that no site had; may be called again."""
         with self._lock:
-            if os.getpid() != self._process:
+            if os.getpid() != self._process or not self._writer.is_open:
                 return
             self.flush()
+            for each in self._wanted.unused if self._wanted.known else ():
+                near = ", ".join(repr(name or "(model)") for name in nearest_names(each, [*self._wanted.known]))
+                self.warn(f"tensors={each!r}: no site that was traced has such a name, so no tensor is stored for it; "
+                          f"nearest: {near}.")  # fmt: skip
             try:
-                if self._failure is not None and self._writer.is_open:
-                    self._writer.add_note(self._failure, is_left_out=True)
                 self._writer.close()
             except OSError as error:
                 self._fail(error)

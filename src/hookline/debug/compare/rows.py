@@ -6,9 +6,8 @@ Traces store a `RowTable` for each forward; users give one to ``compare(rows=)``
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,12 +16,9 @@ from torch import Tensor
 
 from hookline.debug.compare.key import RowKey, RowKeys, Value, ValueKey, Values
 from hookline.errors import OptionError
-from hookline.messages import type_name
 
 __all__ = ["RowTable", "as_row_keys", "by_rows", "packed_rows", "padded_rows"]
 
-_MAX_NAMES: Final = 3
-"""Requests of each run that a message names."""
 _COLUMNS: Final = "it has a column for each token, and those are padded in another way"
 
 
@@ -150,29 +146,13 @@ def _names(requests: Sequence[Any] | None, count: int) -> tuple[str, ...]:
     return names
 
 
-def as_row_keys(rows: Any, shape: tuple[int, ...]) -> RowKeys | None:
+def as_row_keys(rows: RowTable, shape: tuple[int, ...]) -> RowKeys | None:
     """Return the keys of the rows of a tensor of that shape; None if it has no such rows.
 
-    ``rows`` is a `RowTable`, or a key for each row: ``(request, position)``, None for padding. What all requests share,
-    as rotary embeddings are, has a batch of one, and is of no request.
+    What all requests share, as rotary embeddings are, has a batch of one, and is of no request.
     """
-    if isinstance(rows, RowTable):
-        is_shared = rows.layout == "padded" and len(rows.requests) > 1 and shape[:1] == (1,)
-        return None if is_shared else rows.keys_for(shape)
-    if isinstance(rows, str) or not isinstance(rows, Sequence):
-        raise OptionError(f"rows= takes a pair, for A and for B, of padded_rows(), packed_rows() or keys; got "
-                          f"{type_name(rows)}.")  # fmt: skip
-    keys = tuple(None if key is None else _key(key) for key in rows)
-    of_tokens = any(key is not None and key.position is not None for key in keys)
-    for dims in (1, 2) if of_tokens or shape[:1] != (1,) else (1,):
-        if len(shape) >= dims and math.prod(shape[:dims]) == len(keys):
-            return RowKeys(dims, keys)
-    return None
-
-
-def _key(key: Any) -> RowKey:
-    request, position = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
-    return RowKey(str(request), position)
+    is_shared = rows.layout == "padded" and len(rows.requests) > 1 and shape[:1] == (1,)
+    return None if is_shared else rows.keys_for(shape)
 
 
 # -- rows that lie in other places ---------------------------------------------------------------------------------
@@ -259,32 +239,14 @@ def _with_same_rows(a: Sequence[Value], b: Sequence[Value]) -> tuple[Value, Valu
 
 
 def _why_no_rows(a: Sequence[Value], b: Sequence[Value]) -> str:
-    """Return why both sides have no row in common, with the names of their requests."""
+    """Return why both sides have no row in common, with the first of each."""
     if len({_row_shape(value) for value in (*a, *b)}) != 1:
         return f"their shapes differ: {a[0].shape} in A, {b[0].shape} in B"
-    places = _places(a), _places(b)
-    requests = [list(dict.fromkeys(key.request for key in keys)) for keys in places]
-    both = [name for name in requests[0] if name in requests[1]]
-    if both:
-        where = [_positions(keys, both[0]) for keys in places]
-        return (
-            f"request {both[0]!r} is in both runs, and no position of it is: A has {where[0]}, B has {where[1]}. "
-            "Trace the same tokens"
-        )
+    first, second = (next((key.label for key in _places(side)), "none") for side in (a, b))
     return (
-        f"A and B have no request in common: A has {_some(requests[0])}, B has {_some(requests[1])}. Give both the "
+        f"A and B have no row in common: A has {first}, …, B has {second}, …. Trace the same tokens, and give both the "
         "same names: set_rows([name, …]) of a trace; X-Request-Id, or the id of the request on a served model"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_MAX_NAMES]))
-    return f"{shown}, … ({len(names)} in all)" if len(names) > _MAX_NAMES else shown or "none"
-
-
-def _positions(keys: Iterable[RowKey], request: str) -> str:
-    found = sorted(-1 if key.position is None else key.position for key in keys if key.request == request)
-    return "the request as a whole" if found[0] < 0 else f"{found[0]} to {found[-1]}"
 
 
 def _row_shape(value: Value) -> tuple[int, ...]:

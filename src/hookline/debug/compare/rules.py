@@ -41,9 +41,6 @@ class FusedRule:
     """The last part of the name of the fused module."""
     parts: tuple[str, ...]
     """The last parts of the names of the others, in the order of the fused output."""
-    groups: int = 1
-    """How many times that order repeats: Megatron's ``linear_qkv`` has queries, key and value of one group of heads
-    after the other, ``FusedRule("linear_qkv", ("q_proj", "k_proj", "v_proj"), groups=num_key_value_heads)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,61 +133,43 @@ class Gaps:
     """A line if so little is in both that they look like runs of other models."""
     sites: Sequence[str]
     """Lines on sites that one run has and the other, which was asked for such values, has not."""
-    steps: Sequence[str]
-    """Lines on steps that only one run has."""
     calls: Sequence[str]
-    """Lines on sites that one run calls more often."""
+    """Lines on steps and calls that only one run has of a site."""
 
     @property
     def missing(self) -> list[str]:
         """All by which the runs differ."""
-        return [*self.few_partners, *self.sites, *self.steps, *self.calls]
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader has to know about how values were paired, shortened."""
-        more = len(self.calls) - _MAX_NOTES
-        rest = [f"{more} more sites and steps have another number of calls in A than in B."] if more > 0 else []
-        return [*self.steps, *self.calls[:_MAX_NOTES], *rest]
+        return [*self.few_partners, *self.sites, *self.calls]
 
 
 def find_gaps(pairs: Sequence[Pair], a: Run, b: Run) -> Gaps:
     """Return what only one run has, and mark pairs of calls of which nobody knows that they belong together."""
-    by_slot: dict[ValueKey, list[Pair]] = defaultdict(list)
+    by_slot: dict[ValueKey, dict[int, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
-        by_slot[pair.key.slot].append(pair)
-    steps: dict[str, None] = {}
-    calls: list[str] = []
-    for of_slot in by_slot.values():
-        if any(pair.a is not None for pair in of_slot) and any(pair.b is not None for pair in of_slot):
-            _tell_gaps_of_slot(of_slot, steps, calls)
-    if any(pair.is_by_rows for pair in pairs):
-        steps = {}  # rows of all steps were paired
+        by_slot[pair.key.slot][pair.step].append(pair)
+    lines: dict[str, None] = {}
+    are_rows_paired = any(pair.is_by_rows for pair in pairs)  # of all steps
+    for slot, by_step in by_slot.items():
+        counts = {
+            step: (sum(one.a is not None for one in found), sum(one.b is not None for one in found))
+            for step, found in by_step.items()
+        }
+        if not all(map(any, zip(*counts.values(), strict=True))):
+            continue  # a site of one run alone
+        left = sorted(step for step, count in counts.items() if not all(count))
+        if left and not are_rows_paired:
+            have = "A" if counts[left[0]][0] else "B"
+            lines[f"Only some steps: {left[:6]} are only in {have} for some sites; the others are compared."] = None
+        for step, (in_a, in_b) in counts.items():
+            if step not in left and any(one.a is None or one.b is None for one in by_step[step]):
+                lines[
+                    f"{slot.site or THE_MODEL} ({slot.kind}) was called {in_a} time(s) in step {step} of A and "
+                    f"{in_b} in B; they are compared in order, and are not blamed."
+                ] = None
+                for pair in by_step[step]:
+                    pair.is_sure = False
     few = [line for line in [_few_partners(pairs)] if line]
-    return Gaps(few, _sites_left(pairs, a, b), [*steps], calls)
-
-
-def _tell_gaps_of_slot(pairs: Sequence[Pair], steps: dict[str, None], calls: list[str]) -> None:
-    """Add lines on the steps and calls of one site that only one run has."""
-    by_step: dict[int, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        by_step[pair.step].append(pair)
-    counts = {
-        step: (sum(pair.a is not None for pair in found), sum(pair.b is not None for pair in found))
-        for step, found in by_step.items()
-    }
-    left = sorted(step for step, count in counts.items() if not all(count))
-    if left:
-        have = "A" if counts[left[0]][0] else "B"
-        steps[f"Only some steps: {left[:6]} are only in {have} for some sites; the others are compared."] = None
-    for step, (in_a, in_b) in counts.items():
-        if in_a and in_b and any(pair.a is None or pair.b is None for pair in by_step[step]):
-            calls.append(
-                f"{pairs[0].site or THE_MODEL} ({pairs[0].kind}) was called {in_a} time(s) in step {step} of A and "
-                f"{in_b} in B; they are compared in order, and are not blamed."
-            )
-            for pair in by_step[step]:
-                pair.is_sure = False
+    return Gaps(few, _sites_left(pairs, a, b), [*lines])
 
 
 def _few_partners(pairs: Sequence[Pair]) -> str:
@@ -383,7 +362,7 @@ def _fuse(own: Values, other: Values, rules: Sequence[Rule]) -> Values:
             for step, call in calls[0]:
                 taken = [found.pop(of[step, call]) for of in calls]
                 names = "+".join(part.site.rpartition(".")[2] for part in parts)
-                found[slot._replace(step=step, call=call)] = _fuse_parts(fused.kind, taken, names, rule.groups)
+                found[slot._replace(step=step, call=call)] = _fuse_parts(fused.kind, taken, names)
             slots = _keys_by_slot(found)
     return found
 
@@ -397,12 +376,12 @@ def _part_names(site: str, rule: FusedRule) -> list[str]:
     return [".".join(filter(None, (owner, part, last))) for part in rule.parts] if name == rule.fused else []
 
 
-def _fuse_parts(kind: str, parts: Sequence[Value], names: str, groups: int) -> Value:
+def _fuse_parts(kind: str, parts: Sequence[Value], names: str) -> Value:
     """Return what the parts are together."""
     if kind == "input":
         return replace(parts[0], note=f"input of {names}")
     along = 0 if kind in PARAMETERS else -1
-    join: Callable[[list[Tensor]], Tensor] = partial(_cat, along=along, groups=groups)
+    join: Callable[[list[Tensor]], Tensor] = partial(torch.cat, dim=along)
     if kind == "input_grad":
         shape, join = parts[0].shape, _sum
     else:
@@ -416,14 +395,6 @@ def _fuse_parts(kind: str, parts: Sequence[Value], names: str, groups: int) -> V
 def _combined(values: Sequence[Value], join: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor] | None:
     is_there = all(value.read is not None for value in values)
     return (lambda: join([value.tensor() for value in values])) if is_there else None
-
-
-def _cat(tensors: list[Tensor], *, along: int, groups: int) -> Tensor:
-    """Return the tensors one after the other, or, of each group of heads, its part of each."""
-    if groups == 1:
-        return torch.cat(tensors, dim=along)
-    of_groups = [torch.stack(tensor.chunk(groups, along), 0 if along == 0 else -2) for tensor in tensors]
-    return torch.cat(of_groups, dim=1).flatten(0, 1) if along == 0 else torch.cat(of_groups, dim=-1).flatten(-2)
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

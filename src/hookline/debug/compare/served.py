@@ -5,7 +5,6 @@ Specs and users make it. It hands outputs to a `TraceRecorder`, with whose rows 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from torch import Tensor
 
 from hookline.debug.compare.recorder import TraceMoment, TraceRecorder
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.trace import bytes_of_budget, dims_finder, matching, rows_of
+from hookline.debug.compare.trace import bytes_of_budget, rows_of
 from hookline.debug.compare.trace_files import TraceWriter
 from hookline.distributed.ranks import rank_count, this_rank
-from hookline.errors import HooklineWarning
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import Stage, only_in_stage
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
-from hookline.sites.targets import name_matcher
 from hookline.tree import leaves
 
 if TYPE_CHECKING:
@@ -47,27 +44,11 @@ class TraceOptions:
     requests: tuple[str, ...] | None = None
     phase: Stage = "both"
     every: int = 1
-    dims: Any = None
-
-    @property
-    def patterns(self) -> list[str]:
-        """The modules whose tensors are wanted, by name."""
-        if isinstance(self.tensors, bool):
-            return []
-        return [self.tensors] if isinstance(self.tensors, str) else list(self.tensors)
-
-    def of_recorder(self) -> dict[str, Any]:
-        """Return the options of a `TraceRecorder`, checked."""
-        return {
-            "budget": bytes_of_budget(self.budget),
-            "wants_tensor": matching(self.tensors),
-            "dims_of": dims_finder(self.dims),
-        }
 
 
 def _try(config: Mapping[str, Any]) -> None:
     """Check a config; write nothing."""
-    read_options("trace_outputs", TraceOptions, config).of_recorder()
+    bytes_of_budget(read_options("trace_outputs", TraceOptions, config).budget)
 
 
 @tried_by(_try)
@@ -87,14 +68,14 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
     inputs of a module, so that a trace of a served model can be compared with one of a trainer, row by row.
 
     Args:
-        config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``, ``dims``:
-            as in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``phase``:
+        config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``: as
+            in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``phase``:
             ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take each n-th forward.
     """
     options = read_options("trace_outputs", TraceOptions, config)
-    of_recorder = options.of_recorder()
+    budget = bytes_of_budget(options.budget)
     head = {"kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
-    recorder = TraceRecorder(TraceWriter(options.folder, this_rank(), head), **of_recorder)
+    recorder = TraceRecorder(TraceWriter(options.folder, this_rank(), head), options.tensors, budget)
     return only_in_stage(TraceOutputs, options.phase)(recorder, options)
 
 
@@ -145,18 +126,12 @@ class TraceOutputs(Observer):
         self._names: ByModule[str] = ByModule(lambda name: name)
         self._clock = _ForwardClock()
         self._finalizer = weakref.finalize(self, recorder.close)
-        self._unseen = {pattern: name_matcher(pattern) for pattern in options.patterns}
-        """Patterns of ``tensors`` that no module has matched yet."""
-        self._seen: set[str] = set()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Take the output of a module."""
         if _torch.in_recomputation():  # it was taken the first time
             return
         name = site.name if site is not None else self._names.of(module, site)
-        if self._unseen and name not in self._seen:
-            self._seen.add(name)
-            self._unseen = {pattern: matches for pattern, matches in self._unseen.items() if not matches(name)}
         before = self._clock.forward
         call = self._clock.count(name, site)
         step = self._clock.forward
@@ -181,16 +156,7 @@ class TraceOutputs(Observer):
         return {"records": float(self._recorder.records), "bytes": float(self._recorder.bytes)}
 
     def close(self) -> None:
-        """Write what waits, and complete the trace; warn of names in ``tensors`` that no module had."""
-        if self._unseen and self._seen:
-            seen = ", ".join(map(repr, sorted(self._seen)[:3]))
-            warnings.warn(
-                f"trace_outputs: tensors={sorted(self._unseen)} matched no module that was called, so no tensor is "
-                f"stored for it; there were {seen}, …. Write names or patterns of modules that target_modules has.",
-                HooklineWarning,
-                stacklevel=2,
-            )
-            self._unseen = {}
+        """Write what waits, and complete the trace."""
         self._finalizer()
 
 

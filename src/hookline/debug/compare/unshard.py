@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.key import Value, ValueKey
+from hookline.debug.compare.key import PARAMETERS, Value, ValueKey
 from hookline.debug.compare.values import Run
 from hookline.errors import OptionError
 from hookline.sites.targets import name_matcher
@@ -63,7 +63,7 @@ def unshard(run: Run, dims: DimsOption = None, mesh: Mapping[str, int] | None = 
     notes: dict[str, None] = {}
     for whole, parts in groups.items():
         members = list(parts.values())
-        layout = _layout(members, find(whole.site) or members[0].dims, mesh) if len(members) > 1 else None
+        layout = _layout(members, find(whole), mesh) if len(members) > 1 else None
         if layout is None or all(axis is None for axis in layout.axes):
             found |= parts
         elif why := _why_apart(members, layout):
@@ -73,13 +73,12 @@ def unshard(run: Run, dims: DimsOption = None, mesh: Mapping[str, int] | None = 
     return replace(run, values=found, notes=[*run.notes, *notes])
 
 
-def _finder(dims: DimsOption) -> Callable[[str], str | None]:
-    if dims is None:
-        return lambda site: None
-    if isinstance(dims, str):
-        return lambda site: dims
+def _finder(dims: DimsOption) -> Callable[[ValueKey], str | None]:
+    """Return what finds the dimensions of a value; a single text is for what flows, not for parameters."""
+    if dims is None or isinstance(dims, str):
+        return lambda key: None if key.kind in PARAMETERS else dims
     matchers = [(name_matcher(pattern), text) for pattern, text in dims.items()]
-    return lambda site: next((text for matches, text in matchers if matches(site)), None)
+    return lambda key: next((text for matches, text in matchers if matches(key.site)), None)
 
 
 def _layout(members: Sequence[Value], dims: str | None, mesh: Mapping[str, int] | None) -> _Layout | None:

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.checkpoint_file import is_checkpoint
 from hookline.debug.compare.key import PARAMETERS, Value, ValueKey, Values
-from hookline.debug.compare.rows import as_row_keys
+from hookline.debug.compare.rows import RowTable, as_row_keys
 from hookline.debug.compare.trace_files import TraceFolder, read_trace
-from hookline.errors import CaptureError, CompareError
+from hookline.errors import CompareError
 from hookline.guard.digest import dense
 from hookline.messages import type_name
 from hookline.observe.capture.cache import Cache
@@ -30,7 +29,7 @@ from hookline.tree import leaves
 __all__ = ["Run", "RunSource", "by_key", "read_run"]
 
 _RANK: Final = re.compile(r"rank_(\d+)")
-"""The folder of one rank in that of a trace, or of a precision check."""
+"""The folder of one rank in that of a precision check."""
 
 _CHECKED: Final = re.compile(r"(.*)_(\d+)_(forward|backward|forward_input|backward_input)(?:_t(\d+))?")
 """The name of a file of a precision check, as `PrecisionRecord.stem` writes it."""
@@ -39,8 +38,8 @@ _STAGES: Final = {
 }  # fmt: skip
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
-"""What can be compared: the path of a trace, of a safetensors file, of a saved cache or a folder of ``.npy`` files, a
-read trace, a cache, tensors by name."""
+"""What can be compared: the path of a trace, of a safetensors file or of a folder of ``.npy`` files, a read trace, a
+cache, tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def by_key(items: Iterable[tuple[ValueKey, Value]]) -> dict[ValueKey, Value]:
     return found
 
 
-def read_run(source: RunSource, name: str, rows: Any = None) -> Run:
+def read_run(source: RunSource, name: str, rows: RowTable | None = None) -> Run:
     """Return the values of one side; ``name`` stands for it in messages, ``rows`` says whose rows tensors have.
 
     Recipe: ``read_run("trace_a", "A").values``.
@@ -88,19 +87,19 @@ def read_run(source: RunSource, name: str, rows: Any = None) -> Run:
     return replace(run, values={key: _with_rows(value, rows) for key, value in run.values.items()})
 
 
-def _with_rows(value: Value, rows: Any) -> Value:
+def _with_rows(value: Value, rows: RowTable) -> Value:
     return value if value.kind in PARAMETERS else replace(value, rows=as_row_keys(rows, value.shape))
 
 
 def _read(source: Any, name: str) -> Run:
     if isinstance(source, str | Path):
         path = Path(source)
-        if path.suffix == ".safetensors" or path.is_file():
-            return _of_file(path, name)
+        if path.suffix == ".safetensors":
+            return _of_safetensors(path, name)
         arrays = sorted(path.rglob("*.npy"), key=_when_written)
         if arrays:
             return _of_arrays(path, arrays, name)
-        return _of_rank(path, name) if _RANK.fullmatch(path.name) else _of_trace(read_trace(path), name)
+        return _of_trace(read_trace(path), name)
     if isinstance(source, TraceFolder):
         return _of_trace(source, name)
     if isinstance(source, Cache):
@@ -114,8 +113,7 @@ def _read(source: Any, name: str) -> Run:
 
 
 def _of_trace(folder: TraceFolder, name: str) -> Run:
-    # Checkpointing repeats calls of the forward: such records are no calls of their own.
-    values = by_key((record.key, record) for record in folder.records if not record.recompute)
+    values = by_key((record.key, record) for record in folder.records)
     others = [note for note in folder.notes if note not in folder.left_out]
     notes, missing, problems = (
         [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
@@ -123,26 +121,14 @@ def _of_trace(folder: TraceFolder, name: str) -> Run:
     return Run(name, values, problems, notes, missing, folder.head.get("kinds", ()))
 
 
-def _of_rank(path: Path, name: str) -> Run:
-    """Read the folder of one rank, so that two ranks of one run can be compared."""
-    run = _of_trace(read_trace(path.parent), name)
-    rank = int(path.name.removeprefix("rank_"))
-    own = {key._replace(rank=0): value for key, value in run.values.items() if key.rank == rank}
-    return replace(run, values=own)
-
-
-def _of_file(path: Path, name: str) -> Run:
-    """Read a file that `Cache.save` wrote, or any safetensors file, whose keys are then the names."""
+def _of_safetensors(path: Path, name: str) -> Run:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return _of_cache(Cache.load(path), name) if is_checkpoint(path) else _of_mapping(load_file(path), name)
-    except (OSError, SafetensorError, CaptureError) as error:
-        raise CompareError(
-            f"{name}: {path} cannot be read as safetensors, or as a cache ({error}). Give the folder of a trace, or "
-            "such a file."
-        ) from error
+        return _of_mapping(load_file(path), name)
+    except (OSError, SafetensorError) as error:
+        raise CompareError(f"{name}: {path} cannot be read as safetensors ({error}).") from error
 
 
 def _of_arrays(folder: Path, files: Sequence[Path], name: str) -> Run:

@@ -24,6 +24,7 @@ from hookline.debug.precision.precision_record import (
     hash_of,
     local_copy,
     measure,
+    numbers_text,
 )
 from hookline.errors import NonFiniteError, OptionError, TargetError
 from hookline.messages import type_name
@@ -337,7 +338,7 @@ class PrecisionChecker:
             tensor=number,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(plain.shape),
-            numbers=f"md5={hash_of(plain, config.md5_tolerance)}" if hashed else numbers.text(),
+            numbers=f"md5={hash_of(plain, config.md5_tolerance)}" if hashed else numbers_text(numbers, plain),
             nan=numbers.nan,
             inf=numbers.inf,
             is_error=bool((config.check_nan and numbers.nan) or (config.check_inf and numbers.inf)),

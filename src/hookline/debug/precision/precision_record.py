@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import logging
 import math
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import IO, Any, Final, NamedTuple, Self
 from urllib.parse import quote
 
 import numpy as np
@@ -34,7 +33,7 @@ from hookline.messages import did_you_mean, type_name
 
 __all__ = [
     "PrecisionConfig", "PrecisionContext", "PrecisionFiles", "PrecisionRecord", "PrecisionState", "TensorNumbers",
-    "as_numpy", "hash_of", "local_copy", "measure",
+    "as_numpy", "hash_of", "local_copy", "measure", "numbers_text",
 ]  # fmt: skip
 
 
@@ -42,7 +41,7 @@ __all__ = [
 class PrecisionConfig:
     """The options of a precision check.
 
-    >>> PrecisionConfig.parse("level=2,format=md5,md5_tolerance=1e-3").level
+    >>> PrecisionConfig.make("level=2,format=md5,md5_tolerance=1e-3", {}).level
     2
     """
 
@@ -79,11 +78,6 @@ class PrecisionConfig:
             _check_key(key)
         values: dict[str, Any] = {key: _read(key, value) for key, value in given.items()}
         return cls(**values)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return what the string ``key=value,key=value`` says."""
-        return cls.make(text, {})
 
 
 def _pairs(text: str) -> dict[str, Any]:
@@ -156,27 +150,14 @@ _NUMPY_HAS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorNumbers:
-    """The numbers of one tensor; minimum, maximum and mean are those of its finite values."""
+class TensorNumbers(NamedTuple):
+    """The numbers of one tensor; minimum, maximum and mean are those of its finite values, 0 if it is empty."""
 
-    minimum: float | int
-    maximum: float | int
-    mean: float
-    nan: int
-    inf: int
-    first: tuple[Any, ...]
-    """The first six values."""
-    more: bool
-    """Whether there are others behind them."""
-
-    def text(self) -> str:
-        """Return them as a line of the log shows them."""
-        first = ", ".join(_short(value) for value in self.first)
-        return (
-            f"min={_short(self.minimum)} max={_short(self.maximum)} mean={_short(self.mean)} "
-            f"[{first}{', ...' if self.more else ''}]"
-        )
+    minimum: float = 0
+    maximum: float = 0
+    mean: float = 0.0
+    nan: int = 0
+    inf: int = 0
 
 
 def local_copy(tensor: Tensor) -> Tensor | None:
@@ -186,31 +167,28 @@ def local_copy(tensor: Tensor) -> Tensor | None:
 
 
 def measure(plain: Tensor) -> TensorNumbers:
-    """Return the numbers of a tensor that `local_copy` gave; of an empty one, zeros."""
+    """Return the numbers of a tensor that `local_copy` gave."""
     flat = _flat_numbers(plain)
-    first = tuple(as_numpy(plain.reshape(-1)[:FIRST]).tolist())
-    more = plain.numel() > FIRST
     if not flat.size:
-        return TensorNumbers(0, 0, 0.0, 0, 0, first, more)
+        return TensorNumbers()
     if flat.dtype.kind in "iub":
         whole = flat.astype(np.uint8) if flat.dtype.kind == "b" else flat
-        mean = float(np.mean(whole, dtype=np.float64))
-        return TensorNumbers(int(whole.min()), int(whole.max()), mean, 0, 0, first, more)
-    finite = np.isfinite(flat)
-    good = int(finite.sum())
-    nan = int(np.isnan(flat).sum()) if good < flat.size else 0
-    kept = flat if good == flat.size else flat[finite]
-    if not good:
-        return TensorNumbers(float("nan"), float("nan"), float("nan"), nan, flat.size - nan, first, more)
-    mean = _mean(kept)
-    return TensorNumbers(float(kept.min()), float(kept.max()), mean, nan, flat.size - good - nan, first, more)
+        return TensorNumbers(int(whole.min()), int(whole.max()), float(np.mean(whole, dtype=np.float64)))
+    kept = flat[np.isfinite(flat)]
+    nan = int(np.isnan(flat).sum())
+    bad = nan, flat.size - kept.size - nan
+    if not kept.size:
+        return TensorNumbers(math.nan, math.nan, math.nan, *bad)
+    mean = float(np.sum(kept.astype(np.float64) / kept.size))  # divided first: the sum of large values may overflow
+    return TensorNumbers(float(kept.min()), float(kept.max()), mean, *bad)
 
 
-def _mean(kept: np.ndarray[Any, Any]) -> float:
-    """Return the mean in float64, where the sum of large values may overflow."""
-    with np.errstate(over="ignore"):
-        mean = float(np.mean(kept, dtype=np.float64))
-    return mean if np.isfinite(mean) else float(np.sum(kept.astype(np.float64) / kept.size))
+def numbers_text(numbers: TensorNumbers, plain: Tensor) -> str:
+    """Return numbers and the first values of a tensor as a line of the log shows them."""
+    first = [_short(value) for value in as_numpy(plain.reshape(-1)[:FIRST]).tolist()]
+    more = ["..."] if plain.numel() > FIRST else []
+    least, most, mean = map(_short, numbers[:3])
+    return f"min={least} max={most} mean={mean} [{', '.join([*first, *more])}]"
 
 
 def hash_of(plain: Tensor, tolerance: float = 0.0) -> str:
@@ -265,54 +243,21 @@ class PrecisionFiles:
         self._lock = threading.Lock()
         self.folder: Path | None = None
         """Where this check writes; None before its first line."""
-        self._has_failed = False
 
     def write(self, line: str, stem: str, plain: Tensor) -> None:
-        """Write the line of a tensor, and the tensor if that was asked for; a full disk ends the files, not the run."""
-        if self._has_failed:
-            return
-        is_first = self.folder is None
-        try:
-            self._write_line(line)
-            self._write_tensor(stem, plain)
-        except OSError as error:
-            if is_first:  # a path that never worked is a mistake, and nothing is lost yet
-                raise
-            self._has_failed = True
-            logger.warning(
-                "[PrecisionCheck] no more lines and tensors are written to %s, because of %s; the run goes on, and the "
-                "records are kept in memory. Next: make room there, or give another path=",
-                self.folder,
-                error,
-            )
-        else:
-            if is_first:
-                logger.info("[PrecisionCheck] Output: %s", self.folder)
+        """Write the line of a tensor, and the tensor if that was asked for, in the place of an older one.
 
-    def _write_line(self, text: str) -> None:
-        """Append a line, and flush it: a process that is killed leaves all lines but the last."""
+        Each line is flushed: a process that is killed leaves all but the last.
+        """
         with self._lock:
             if self._log is None:
-                self._log = (self._made_folder() / f"precision_check_rank_{this_rank()}.log").open(
-                    "a", encoding="utf-8"
-                )
-            self._log.write(f"{text}\n")
+                self._log = self._open()
+            self._log.write(f"{line}\n")
             self._log.flush()
-
-    def _write_tensor(self, stem: str, plain: Tensor) -> None:
-        """Write a tensor, if that was asked for, in the place of an older one of that name."""
-        if not self._save:
-            return
-        with self._lock:
-            folder = self._made_folder() / f"rank_{this_rank()}"
-            folder.mkdir(exist_ok=True)
-        beside = folder / f"{stem}.{os.getpid()}.{threading.get_ident()}.part"
-        try:
-            with beside.open("wb") as file:  # a path would get another ending
-                np.save(file, as_numpy(plain), allow_pickle=False)
-            beside.replace(folder / f"{stem}.npy")
-        finally:
-            beside.unlink(missing_ok=True)
+            if self._save and self.folder is not None:
+                folder = self.folder / f"rank_{this_rank()}"
+                folder.mkdir(exist_ok=True)
+                np.save(folder / f"{stem}.npy", as_numpy(plain), allow_pickle=False)
 
     def close(self) -> None:
         """Close the log; a later line opens it again."""
@@ -321,31 +266,23 @@ class PrecisionFiles:
                 self._log.close()
                 self._log = None
 
-    def _made_folder(self) -> Path:
-        """Return the folder, made at the first call; the rank that comes first names it for all."""
-        if self.folder is None:
-            number = next(_NUMBERS[str(self._path)])
-            now = datetime.now().strftime("%Y%m%d_%H%M%S")
-            self.folder = _new_folder(self._path / first_of_ranks(f"precision/{self._path}/{number}", now))
-        return self.folder
-
-
-def _new_folder(wanted: Path) -> Path:
-    """Return the folder ``wanted``, or the first of ``wanted_2``, … in which this rank has no log yet."""
-    number = 1
-    while True:
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            _log_in(folder).open("x").close()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-
-def _log_in(folder: Path) -> Path:
-    return folder / f"precision_check_rank_{this_rank()}.log"
+    def _open(self) -> IO[str]:
+        """Open the log; the first time, make the folder, which the rank that comes first names for all."""
+        name = f"precision_check_rank_{this_rank()}.log"
+        if self.folder is not None:
+            return (self.folder / name).open("a", encoding="utf-8")
+        number = next(_NUMBERS[str(self._path)])
+        now = datetime.now().strftime("%Y%m%d_%H%M%S")
+        wanted = self._path / first_of_ranks(f"precision/{self._path}/{number}", now)
+        for number in itertools.count(1):  # a check of the same second has the first
+            folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
+            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                log = (folder / name).open("x", encoding="utf-8")
+                break
+        self.folder = folder
+        logger.info("[PrecisionCheck] Output: %s", folder)
+        return log
 
 
 # -- one line of the log ---------------------------------------------------------------------------------------------
