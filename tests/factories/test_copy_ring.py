@@ -26,9 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for a device that works behind the host, and keeps no small tensors of its own."""
+    """The CPU is taken for a device that works behind the host."""
     monkeypatch.setattr(streaming, "_READ_AT_ONCE", ())
-    monkeypatch.setattr(streaming, "_SMALL", 0)
 
 
 class Layered(nn.Module):

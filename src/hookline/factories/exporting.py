@@ -26,6 +26,7 @@ from hookline.factories.export_files import ExportItem, Shards, can_store, item_
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, output_tensor, running
 from hookline.observe.patch.parts import find_main_input
+from hookline.observe.tokens import sent_to_host
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -177,10 +178,6 @@ def _copied(item: ExportItem) -> ExportItem:
     return item
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
 for _hook in (Export.__call__, ExportInputs.__call__):
     _torch.leave_to_python(_hook)
@@ -298,15 +295,16 @@ class _ExportQueue:
         if device.type != "cuda":
             item.tensor = item.tensor.cpu()
             return
-        make: Any = torch.cuda.Stream
-        stream = self._streams[device] = self._streams.get(device) or make(device)
+        cuda: Any = torch.cuda
+        stream = self._streams[device] = self._streams.get(device) or cuda.Stream(device)
+        on_device = item.tensor  # until it is copied
         with torch.cuda.stream(stream):
             item.ready.wait(stream)
-            item.tensor = item.tensor.cpu()
-            if item.tokens is not None:
-                item.tokens = item.tokens.with_tensors(
-                    lambda value: value.cpu() if isinstance(value, Tensor) else value
-                )
+            item.tensor = sent_to_host(on_device)
+            item.tokens = None if item.tokens is None else item.tokens.with_tensors(sent_to_host)
+            arrived = cuda.Event(blocking=True)  # does not spin, as waiting for the stream would
+            arrived.record(stream)
+        arrived.synchronize()
 
     # -- from outside ------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@
 torch does not say whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does
 in training. A launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes;
 a copy takes 10. So small outputs on a GPU are copied into memory that is kept (`CopyRing`), and reduced together after
-some forwards; larger ones are worth a launch of their own. Small ones on a CPU are copied too (`_SmallTensors`):
-reducing a thousand numbers takes 23 µs, of which 20 are calls; keeping a copy takes 5 µs, and 32 are reduced as one.
+some forwards; larger ones are worth a launch of their own. On a CPU each is reduced in its call.
 
 Compiled code hands the outputs of all modules over by one operator (`_Outputs`), where they are small.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
@@ -26,8 +24,6 @@ from hookline.factories.factory_hook import ByModule, Observer
 from hookline.factories.served_batch import output_tensor, without_padding
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import hand_over_late
-from hookline.observe.watch.reduce import reduce
-from hookline.observe.watch.row import BAD
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.hook_at_site import PerSiteHook
@@ -50,7 +46,7 @@ _LONG: Final = 4
 class StreamedModule:
     """Hold the rows and copies of one module, and count its calls."""
 
-    __slots__ = ("_engine", "calls", "name", "ring", "small", "watched")
+    __slots__ = ("_engine", "calls", "name", "ring", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
         self._engine = engine
@@ -58,7 +54,6 @@ class StreamedModule:
         self.ring: CopyRing | None = None
         """What took its last output, if one did."""
         self.watched = engine.place(name, "")
-        self.small = _SmallTensors()
         self.calls = 0
 
     @property
@@ -78,16 +73,13 @@ Gathered: TypeAlias = list[tuple[StreamedModule, Tensor]]
 
 
 class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
-    """Feed a `Streaming` with every ``every``-th output of each module that the hook is on."""
+    """Feed a `Streaming` with the outputs of each module that the hook is on."""
 
-    def __init__(
-        self, streaming: Streaming, kind: type[ModuleT], *, every: int = 1, add_residual: bool = False
-    ) -> None:
+    def __init__(self, streaming: Streaming, kind: type[ModuleT], *, add_residual: bool = False) -> None:
         self._streaming = streaming
         self._modules = ByModule(lambda name: streaming.add_module(kind, name))
         self._expected: set[str] = set()
         """Modules that it was told of before they ran."""
-        self._every = every
         self._add_residual = add_residual
         self._first: ModuleT | None = None
         """The module that was called first: when it is called again, a forward is over."""
@@ -118,15 +110,13 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
             self._first = seen
         elif seen is self._first:
             self._end_forward()
-        count = seen.calls
-        seen.calls = count + 1
-        if count % self._every == 0:
-            plain = type(output) is Tensor and not self._add_residual
-            tensor = output if plain else output_tensor(output, self._add_residual)
-            if tensor is None:
-                seen.watched.unread = "there is no tensor in its output"
-            else:
-                self._take(seen, tensor, gathered)
+        seen.calls += 1
+        plain = type(output) is Tensor and not self._add_residual
+        tensor = output if plain else output_tensor(output, self._add_residual)
+        if tensor is None:
+            seen.watched.unread = "there is no tensor in its output"
+        else:
+            self._take(seen, tensor, gathered)
 
     def _receive(self, items: Sequence[Handed]) -> None:
         """Add the outputs that compiled code hands over."""
@@ -203,14 +193,12 @@ _torch.leave_to_python(StreamingObserver.__call__)
 class Streaming:
     """Add up statistics of any number of modules, on the devices of their tensors.
 
-    ``keeps``: whether tensors may be reduced later; else each is reduced at once. ``keeps_small``: whether small ones
-    on a CPU may.
+    ``keeps``: whether tensors may be reduced later; else each is reduced at once.
     """
 
-    def __init__(self, layout: Layout, *, keeps: bool = True, keeps_small: bool = True) -> None:
+    def __init__(self, layout: Layout, *, keeps: bool = True) -> None:
         self.engine = StatsEngine(layout)
         self._keeps = keeps and not layout.by_unit
-        self._keeps_small = self._keeps and keeps_small
         self._rings: dict[torch.device, CopyRing] = {}
         self._modules = self._since = 0
         """How many modules there are, and how many tensors were added since a forward began."""
@@ -233,10 +221,6 @@ class Streaming:
             return
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()
-        if self._keeps_small and _torch.has_numbers(tensor) and module.small.keep(tensor):
-            if module.small.is_full:
-                module.small.reduce(self.engine, module.watched)
-            return
         if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor, gathered):
             return
         if tensor.device not in module.watched.rows and _torch.capturing():
@@ -290,8 +274,6 @@ class Streaming:
     def read(self, modules: Sequence[StreamedModule]) -> list[dict[str, float]]:
         """Return the columns of each module: one transfer per device."""
         with self.engine.lock:
-            for module in modules:
-                module.small.reduce(self.engine, module.watched)
             self.flush_copies()
             cells = self.engine.read()
             return [self._joined(module, cells) for module in modules]
@@ -308,14 +290,11 @@ class Streaming:
             if turn.rows:
                 found |= {name: found[name] + cells[turn][name] for name in self.layout.added}
                 found |= {name: _larger(found[name], cells[turn][name]) for name in self.layout.kept}
-        found["fires"] += module.small.fires
         return found
 
-    def reset(self, modules: Sequence[StreamedModule]) -> None:
+    def reset(self) -> None:
         """Drop what was counted so far."""
         with self.engine.lock:
-            for module in modules:
-                module.small.forget()
             for ring in self._rings.values():
                 ring.forget()
             self.engine.reset()
@@ -327,63 +306,3 @@ _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 
 def _larger(one: float, other: float) -> float:
     return math.nan if one != one or other != other else max(one, other)
-
-
-# -- small tensors on the CPU -------------------------------------------------------------------------------
-
-_SMALL: Final = 4096
-"""Numbers in a small tensor: 16 KiB of float32, half a MiB for a module."""
-_SMALL_COUNT: Final = 32
-"""Small tensors that are reduced as one."""
-_CPU: Final = torch.device("cpu")
-
-
-class _SmallTensors:
-    """Keep small tensors of one module on the CPU until there are enough to reduce."""
-
-    __slots__ = ("_kept", "fires")
-
-    def __init__(self) -> None:
-        self._kept: deque[Tensor] = deque()
-        self.fires = 0
-        """Firings that the row has not counted, as it got several tensors at once."""
-
-    def keep(self, tensor: Tensor) -> bool:
-        """Keep a copy of ``tensor``; return False if it is not a small one."""
-        if type(tensor) is not Tensor or tensor.numel() > _SMALL or tensor.device != _CPU or not tensor.dim():
-            return False
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        if not tensor.is_contiguous():
-            return False
-        self._kept.append(tensor.detach().clone())
-        return True
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are enough to reduce."""
-        return len(self._kept) >= _SMALL_COUNT
-
-    def reduce(self, engine: StatsEngine, place: WatchedPlace) -> None:
-        """Add what is kept to the row of ``place``."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        while True:
-            try:
-                tensor = self._kept.popleft()  # in one step: another thread may be at it
-            except IndexError:
-                break
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        row = engine.row(place, _CPU)
-        for tensors in by_dtype.values():
-            found = reduce(torch.cat([tensor.view(-1) for tensor in tensors]), engine.layout)
-            if found[BAD]:  # the number of firings with bad values counts as well
-                for tensor in tensors:
-                    row.merge(reduce(tensor, engine.layout))
-                continue
-            row.merge(found)
-            self.fires += len(tensors) - 1
-
-    def forget(self) -> None:
-        """Drop what is kept."""
-        self._kept.clear()
-        self.fires = 0
