@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -159,28 +158,6 @@ def one_stays_away() -> Any:
     again = refused(lambda: gather_objects(0, what="more"))
     dist.send(torch.zeros(1), dst=1)
     return first, again, len(watch.to_metrics(local=True))
-
-
-def only_rank_zero_calls() -> Any:
-    """Rank 1 reads its watch only when rank 0 has said that it waits: before they are connected, and after."""
-    os.environ["HOOKLINE_RANK_TIMEOUT"] = "8"
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    watch = hookline.watch(model, on="forward")
-    model(torch.ones(1, 2))
-    store = dist.distributed_c10d._get_default_store()
-    heard, own = [], store.clone()
-
-    class Hears(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-            own.set(f"heard {len(heard)}", "1")
-
-    logging.getLogger("hookline.distributed").addHandler(Hears())
-    for number in (1, 2):
-        if this_rank():
-            store.wait([f"heard {number}"])
-        watch.to_metrics()
-    return heard
 
 
 def crossed() -> Any:

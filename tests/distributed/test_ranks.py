@@ -84,14 +84,6 @@ def test_a_rank_that_stays_away_is_named():
     assert "watch of Sequential" in late
 
 
-def test_a_rank_that_waits_for_long_says_for_whom():
-    """``if rank == 0: watch.to_metrics()``: the rank that is missing and what to do are named; then it comes."""
-    waited, came = run_ranks(f"{SCENARIOS}:only_rank_zero_calls")
-    assert len(waited) == 2
-    assert all("for rank 1" in text and "local=True" in text and "watch of Sequential" in text for text in waited)
-    assert came == []
-
-
 @pytest.fixture(scope="module")
 def at_odds() -> list[Any]:
     """What each of two ranks found that do different things."""

@@ -98,8 +98,6 @@ def test_padding_is_not_counted() -> None:
     assert hook.to_metrics()["Identity.0/nan"] == 8  # the control: nobody said what is padding
 
 
-
-
 def test_the_sum_of_a_pair_is_looked_at_if_asked_for() -> None:
     """(hidden, residual) counts as their sum with add_residual, and as hidden without."""
     pair = (torch.full((2, 4), 1.0), torch.full((2, 4), 2.0))
@@ -137,5 +135,3 @@ def test_lines_are_written_when_they_are_due_and_at_the_end(tmp_path: Path, monk
     assert lines[2]["forwards"] == 5
     assert lines[2]["0/max"] == "Infinity"
     assert len(lines) == 3
-
-

@@ -65,7 +65,7 @@ def model_of(width: int = 64) -> nn.Sequential:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [True, False])
 def test_no_forward_waits_under_any_hook(mode: Any, padded: bool, tmp_path: Path) -> None:
-    """All but the alarm at once on every module, over thirty forwards, after the first, in which kernels are compiled."""
+    """All but the alarm, on every module, over thirty forwards; the first ones compile kernels."""
     model = model_of()
     hooks = [activation_stats(), log_shapes(), record_mean(), export({"folder": str(tmp_path)})]
     hooks.append(steer({"vector": [0.5] * 64}))

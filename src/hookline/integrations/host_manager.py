@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from hookline.errors import OptionError
-from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
 from hookline.records.sink import MetricSink, Record
@@ -82,7 +81,6 @@ def make_manager(
     if all(getattr(one, "name", "") != ALWAYS for one in objects):
         names = [ALWAYS, *names]
     recorder = recorder_of([*names, *objects]) if options.get("log") is not None else []
-    objects.append(ResourcesHook())
     made = HookManager(
         [*names, *recorder],
         objects,
