@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
-from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.messages import type_name
 from hookline.phases import ENTERED
@@ -324,8 +323,6 @@ class FollowedLoop:
         self._holds = host.manager.needs_prev_step_grads()
         self._count_at_backward = 0
         """How many batches of the pass were given when ``backward()`` was called last."""
-        self._is_left = False
-        """Whether the loop has cleared the gradients of the batches that the step has so far."""
         self._handles: list[RemovableHandle] = []
         self._passes: list[LoaderPasses] = []
         if self._holds:
@@ -428,12 +425,8 @@ class FollowedLoop:
     def _forget_batches(self) -> None:
         """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
         latest = self._pass
-        if latest is None or not self._has_begun_step:
-            return
-        if latest.count > self._count_at_backward:
+        if latest is not None and self._has_begun_step and latest.count > self._count_at_backward:
             self._host.replace_batch(latest.batch, latest.count - 1)
-        else:
-            self._is_left = True
 
     def _between_steps(self) -> AbstractContextManager[None]:
         """Return a context in which an intervention may train, with the scaler that is making a step."""
@@ -445,19 +438,12 @@ class FollowedLoop:
         self._latest_pass = each
         if self._model.training and torch.is_grad_enabled():
             if self._has_begun_step and each is self._pass:
-                self._add_batch(each)
+                self._host.add_batch(each.batch)
             elif not self._has_begun_step:
                 self._begin_step(each)
             else:  # the loop had looked at a batch, and begins its pass now
                 self._begin_pass(each)
                 self._host.replace_batch(each.batch, each.count - 1)
-
-    def _add_batch(self, each: LoaderPass) -> None:
-        if self._is_left:
-            self._is_left = False
-            self._host.replace_batch(each.batch, each.count - 1)
-        else:
-            self._host.add_batch(each.batch)
 
     def _end_pass(self, each: LoaderPass) -> None:
         if each is not self._pass or ENTERED.phase == "intervention":
@@ -474,7 +460,7 @@ class FollowedLoop:
         if not self.has_begun_epoch:
             self.has_begun_epoch = True
             self._host.begin_epoch(self.epoch)
-        self._has_begun_step, self._is_left = True, False
+        self._has_begun_step = True
         if each is None:
             self._host.begin_step()
         else:
