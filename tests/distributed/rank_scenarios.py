@@ -111,15 +111,6 @@ def other_sizes() -> Any:
     return refused(lambda: Exchange("sizes").reduce(parts, np.ones(1 + this_rank()), np.zeros(0)))
 
 
-def other_version() -> Any:
-    real = hookline.__version__
-    hookline.__version__ = "9.9.9" if this_rank() else real
-    try:
-        return refused(lambda: Exchange("versions").reduce([], np.zeros(0), np.zeros(0)))
-    finally:
-        hookline.__version__ = real
-
-
 CASES = [
     *(
         who_is_who,
@@ -131,7 +122,7 @@ CASES = [
         failure_later,
         lists_of_two_lengths,
     ),
-    *(other_options, other_sizes, other_version),
+    *(other_options, other_sizes),
 ]
 
 

@@ -19,7 +19,6 @@ from hookline.errors import NonFiniteError
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
-from hookline.observe.tokens import current_tokens
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.row import BAD, INF, NAN, Layout
 from hookline.sites import _torch
@@ -31,8 +30,6 @@ logger = logging.getLogger("hookline.factories.nan_alarm")
 _CPU: Final = torch.device("cpu")
 _PAUSE: Final = 1.0
 """Seconds between two reads of a GPU's counts: each waits for the device."""
-_MOST_NAMES: Final = 4
-"""Requests that a line names."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
             return False
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[BAD] and not seen.was_logged:
-            self._log(seen, row.cells[NAN], row.cells[INF], _running_requests())
+            self._log(seen, row.cells[NAN], row.cells[INF])
         if self._raises:
             self._check_now(seen)
         return True
@@ -111,12 +108,11 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         for row in seen.watched.rows.values():
             cells = row.added.tolist()
             if cells[BAD]:
-                words = _words(seen, cells[NAN], cells[INF]) + _running_requests()
-                raise NonFiniteError(f"{words}. Look at what goes into it.")
+                raise NonFiniteError(f"{_words(seen, cells[NAN], cells[INF])}. Look at what goes into it.")
 
-    def _log(self, seen: _AlarmModule, nan: float, inf: float, requests: str = "") -> None:
+    def _log(self, seen: _AlarmModule, nan: float, inf: float) -> None:
         seen.was_logged = True
-        logger.warning("%s%s", _words(seen, nan, inf), requests)
+        logger.warning("%s", _words(seen, nan, inf))
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
@@ -138,16 +134,3 @@ def _words(seen: _AlarmModule, nan: float, inf: float) -> str:
         f"{seen.name} gave out {int(nan)} NaN and {int(inf)} infinities, in a tensor of shape {seen.shape}, "
         f"in call {seen.calls}"
     )
-
-
-def _running_requests() -> str:
-    """Return whose tokens the running forward of a served model has; empty without an engine.
-
-    Not for counts that are read later, as those of a GPU: another forward runs then.
-    """
-    tokens = current_tokens()
-    ids = () if tokens is None else tokens.requests
-    if not any(ids):
-        return ""
-    more = f" and {len(ids) - _MOST_NAMES} more" if len(ids) > _MOST_NAMES else ""
-    return f", with request{'s' * (len(ids) > 1)} {', '.join(map(repr, ids[:_MOST_NAMES]))}{more} in the batch"
