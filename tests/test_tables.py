@@ -90,7 +90,7 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     with hl.rollback(model) as receipt, torch.no_grad():
         model[0].weight.zero_()
     manager, sink = trained()
-    head, probe, steer = probed_and_steered()
+    probe, steer = probed_and_steered()
     found = {
         "find": hl.find(model),
         "handle": one,
@@ -103,7 +103,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "cache": cache,
         "captured": cache["1"],
         "doctor": hl.doctor(model),
-        "probe head": head,
         "probe": probe,
         "steer": steer,
         "factory without numbers": hl.factories.log_shapes(),
@@ -123,23 +122,19 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     return found
 
 
-def probed_and_steered() -> tuple[hl.factories.ProbeHead, Any, Any]:
+def probed_and_steered() -> tuple[Any, Any]:
     model, x = model_and_data()
     head = hl.factories.train_probe(x, x[:, 0] > 0, hidden=2, held_out=0.0)
     probe, steer = hl.factories.probe({"head": head}), hl.factories.steer({"vector": [1.0] * 4})
     with hl.attach(model, "0", probe), hl.attach(model, ["0", "1"], steer):
         model(x)
-    return head, probe, steer
+    return probe, steer
 
 
 def test_probes_steers_and_edits_show_what_they_know():
     """The numbers of their metrics and facts, by module; a number of all modules has a row of its own."""
-    head, probe, steer = probed_and_steered()
+    probe, steer = probed_and_steered()
     metrics = probe.to_metrics()
-    assert Cells(head._repr_html_()).cells == [
-        "ProbeHead", "", "features", "4", "hidden units", "2", "threshold", "0.5", "rows", "8",
-        "train accuracy", number_text(head.facts["train_accuracy"]), "held out accuracy", "nan",
-    ]  # fmt: skip
     stats = ["score", "highest", "flagged", "tokens"]
     assert Cells(probe._repr_html_()).cells == [
         "", *stats, "0", *(number_text(metrics[f"0/{stat}"]) for stat in stats)

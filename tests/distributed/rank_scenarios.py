@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -112,15 +111,6 @@ def other_sizes() -> Any:
     return refused(lambda: Exchange("sizes").reduce(parts, np.ones(1 + this_rank()), np.zeros(0)))
 
 
-def other_version() -> Any:
-    real = hookline.__version__
-    hookline.__version__ = "9.9.9" if this_rank() else real
-    try:
-        return refused(lambda: Exchange("versions").reduce([], np.zeros(0), np.zeros(0)))
-    finally:
-        hookline.__version__ = real
-
-
 CASES = [
     *(
         who_is_who,
@@ -132,7 +122,7 @@ CASES = [
         failure_later,
         lists_of_two_lengths,
     ),
-    *(other_options, other_sizes, other_version),
+    *(other_options, other_sizes),
 ]
 
 
@@ -159,28 +149,6 @@ def one_stays_away() -> Any:
     again = refused(lambda: gather_objects(0, what="more"))
     dist.send(torch.zeros(1), dst=1)
     return first, again, len(watch.to_metrics(local=True))
-
-
-def only_rank_zero_calls() -> Any:
-    """Rank 1 reads its watch only when rank 0 has said that it waits: before they are connected, and after."""
-    os.environ["HOOKLINE_RANK_TIMEOUT"] = "8"
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    watch = hookline.watch(model, on="forward")
-    model(torch.ones(1, 2))
-    store = dist.distributed_c10d._get_default_store()
-    heard, own = [], store.clone()
-
-    class Hears(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-            own.set(f"heard {len(heard)}", "1")
-
-    logging.getLogger("hookline.distributed").addHandler(Hears())
-    for number in (1, 2):
-        if this_rank():
-            store.wait([f"heard {number}"])
-        watch.to_metrics()
-    return heard
 
 
 def crossed() -> Any:

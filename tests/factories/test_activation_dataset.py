@@ -1,13 +1,10 @@
-"""Activation datasets: written by a run over sequences, continued after an interruption, read as a torch Dataset."""
+"""Activation datasets: written by a run over sequences, read as a torch Dataset."""
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.errors import HookSignatureError, OptionError
-from hookline.factories import ActivationDataset, export, export_activations, serving, train_probe
+from hookline.factories import ActivationDataset, export, export_activations, read_export, serving, train_probe
 from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
@@ -60,7 +57,7 @@ def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> Non
     model = Reader()
     weights = pickle.dumps(model.state_dict())
     run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4)
-    assert (run.sequences, run.skipped, run.is_full) == (len(SEQUENCES), 0, False)
+    assert (run.sequences, run.is_full) == (len(SEQUENCES), False)
     assert run.written_bytes == TOKENS * WIDTH * 4 * 2
     found = items(tmp_path)
     assert len(found) == TOKENS
@@ -100,7 +97,8 @@ def test_inputs_are_written_as_they_were_when_the_call_began(tmp_path: Path) -> 
     model = Changing()
     run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4, inputs=True)
     assert (run.sequences, run.written_bytes) == (len(SEQUENCES), TOKENS * WIDTH * 4 * 3)
-    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, inputs=True).skipped == len(SEQUENCES)
+    with pytest.raises(OptionError, match="from an earlier call"):
+        export_activations(model, "layers.2", SEQUENCES, folder=tmp_path, inputs=True)
     assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path).sequences == len(SEQUENCES)
     given, returned = items(tmp_path, "layers.1/input"), items(tmp_path, "layers.1")
     assert len(given) == TOKENS
@@ -177,79 +175,16 @@ def test_activations_of_a_batch_are_those_of_each_sequence_alone(tmp_path: Path,
         torch.testing.assert_close(mine, cache[module].output[0])
 
 
-@pytest.mark.parametrize(
-    ("sequences", "options"),
-    [
-        ([[3, 1, 5], *SEQUENCES[1:]], {}),
-        (SEQUENCES[1:], {}),
-        (SEQUENCES, {"positions": "last"}),
-        ([*SEQUENCES[:-1], [3, 2, 3, 8, 1]], {}),
-    ],
-)
-def test_other_data_does_not_continue_a_dataset(
-    tmp_path: Path, sequences: list[list[int]], options: dict[str, Any]
-) -> None:
-    """Other tokens, other lengths and other positions are told; the folder is left as it was."""
-    export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(OptionError, match=r"sequence-\d is in the folder with other tokens or other positions"):
-        export_activations(Reader(), "layers.#", sequences, folder=tmp_path, **options)
-    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert {name: after[name] for name in before} == before
-    with_more = export_activations(Reader(), "layers.#", [*SEQUENCES, [1, 2]], folder=tmp_path)
-    assert (with_more.sequences, with_more.skipped) == (1, len(SEQUENCES))
-
-
-def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
-    """A second one is told who is there; afterwards the folder is free."""
-    model = Reader()
-    refused: list[OptionError] = []
-
-    def begin_another(*_: Any) -> None:
-        with pytest.raises(OptionError, match=f"process {os.getpid()}") as told:
-            export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
-        refused.append(told.value)
-
-    with hl.attach(model, "layers.0", begin_another, observe=True):
-        export_activations(model, "layers.1", SEQUENCES[:1], folder=tmp_path)
-    assert len(refused) == 1
-    assert export_activations(model, "layers.1", SEQUENCES, folder=tmp_path).skipped == 1
-    assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob(".*"))
-
-
 @pytest.mark.parametrize("budget", [1, 200, 500])
-def test_a_budget_ends_the_run_and_a_second_call_continues_it(tmp_path: Path, budget: int) -> None:
-    """What is there is not run or written again; the whole is what one call gives."""
-    model = Reader()
-    first = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2, max_bytes=budget)
-    assert first.is_full
-    assert first.written_bytes <= budget
-    same = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2, max_bytes=budget)
-    assert (same.is_full, same.written_bytes) == (True, first.written_bytes)
-    model.rows = 0
-    last = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2)
-    assert last.sequences + last.skipped == len(SEQUENCES)
-    assert model.rows == last.sequences
-    export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "one", batch_size=2)
-    for module in ("layers.0", "layers.1"):
-        assert items(tmp_path / "two", module) == items(tmp_path / "one", module)
-    again = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two")
-    assert (again.sequences, again.skipped) == (0, len(SEQUENCES))
-
-
-def test_what_a_killed_process_left_is_continued(tmp_path: Path) -> None:
-    """A file under its temporary name and half a line of the index count as nothing."""
-    model = Reader()
-    export_activations(model, "layers.1", SEQUENCES[:3], folder=tmp_path, batch_size=1)
-    index = tmp_path / "index-000.jsonl"
-    lines = index.read_bytes().splitlines(keepends=True)
-    assert json.loads(lines[2])["request"] == "sequence-2"
-    index.write_bytes(b"".join(lines[:2]) + lines[2][:20])
-    (tmp_path / "export-000-000001.safetensors.part").write_bytes(b"half")
-    model.rows = 0
-    run = export_activations(model, "layers.1", SEQUENCES, folder=tmp_path, batch_size=1)
-    assert (run.skipped, model.rows) == (2, len(SEQUENCES) - 2)
-    assert len(items(tmp_path)) == TOKENS
+def test_a_budget_ends_the_run_before_a_batch(tmp_path: Path, budget: int) -> None:
+    """What is there is that of whole sequences, at all modules, and not more than was allowed."""
+    run = export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path, batch_size=2, max_bytes=budget)
+    records = list(read_export(tmp_path))
+    assert run.is_full
+    assert run.written_bytes == sum(record.tensor.nbytes for record in records) <= budget
+    by_module = [[each.request for each in records if each.module == name] for name in ("layers.0", "layers.1")]
+    assert by_module[0] == by_module[1]
+    assert len(by_module[0]) == run.sequences
 
 
 def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import activation_stats, copy_ring
+from hookline.factories import activation_stats
 from hookline.factories import streaming_stats as streaming
-from hookline.factories.copy_ring import CopyRing
+from hookline.factories.streaming_stats import CopyRing
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.pending import Streams
 from hookline.sites import _torch
@@ -26,9 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is taken for a device that works behind the host, and keeps no small tensors of its own."""
+    """The CPU is taken for a device that works behind the host."""
     monkeypatch.setattr(streaming, "_READ_AT_ONCE", ())
-    monkeypatch.setattr(streaming, "_SMALL", 0)
 
 
 class Layered(nn.Module):
@@ -101,8 +100,8 @@ def test_reading_reduces_what_waits_and_reset_drops_it() -> None:
 
 
 def ring_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[CopyRing, StatsEngine]:
-    monkeypatch.setattr(copy_ring, "limit_of", lambda device: limit * copy_ring._SHARE)
-    monkeypatch.setattr(copy_ring, "_SMALL_SHARE", 1)
+    monkeypatch.setattr(streaming, "limit_of", lambda device: limit * streaming._SHARE)
+    monkeypatch.setattr(streaming, "_SMALL_SHARE", 1)
     engine = activation_stats({"stats": STATS})._streaming.engine
     return CopyRing(engine, CPU), engine
 

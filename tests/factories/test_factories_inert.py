@@ -25,7 +25,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "activation_stats": {"stats": ["mean", "std", "absmax", "zero_fraction", "nan", "dead_fraction"]},
     "export": {"max_bytes": 1 << 30},
     "nan_alarm": {},
-    "log_shapes": {"inputs": True},
+    "log_shapes": {},
     "record_mean": {},
     "moe_routing": {"top_k": 1, "per_expert": True},
 }

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.integrations.backward_losses import BackwardLosses
+from hookline.integrations.loop_events import BackwardLosses
 
 POST_STEP = hl.HookPoint.POST_STEP
 

@@ -87,12 +87,12 @@ def test_a_watch_counts_gradients_of_parameters_after_ranks_have_reduced_them(bo
 
 
 def test_another_number_of_ranks_goes_on_with_rank_0_and_is_told(both: list[dict[str, Any]]) -> None:
-    """Two ranks have saved, one process goes on: what was not the same on both is named."""
+    """Two ranks have saved, one process goes on."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hook = CountsByRank()
     with hl.follow(model, optimizer, [hook], sinks=[]) as run:
-        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run goes on with 1.*manager"):
+        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run goes on with 1"):
             run.load_state_dict(both[0]["followed_loop"]["every"])
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

@@ -97,7 +97,7 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
 
 @pytest.mark.parametrize("max_batch", [1, 4])
 def test_a_model_that_gives_nan_is_served_with_a_warning(max_batch, caplog) -> None:
-    """One NaN in its weights: it starts, an alarm names the layer and the request, and the request says why it ends."""
+    """One NaN in its weights: it starts, an alarm names the layer, and the request says why it ends."""
     model = _gpt2()
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.weight[0, 0] = float("nan")
@@ -108,7 +108,7 @@ def test_a_model_that_gives_nan_is_served_with_a_warning(max_batch, caplog) -> N
     assert answer.finished.reason == "error"
     assert f"Request {answer.id!r} ends after 0 tokens: its logits are NaN or infinite." in caplog.text
     told = "transformer.h.1 gave out 3 NaN and 0 infinities, in a tensor of shape (1, 3, 32), in call 1"
-    assert f"{told}, with request {answer.id!r} in the batch" in caplog.text
+    assert told in caplog.text
     assert "transformer.h.0 gave out" not in caplog.text
     engine.close()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group", "own_connection"]
+__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group"]
 
 
 def default_store() -> Any:
@@ -25,14 +25,6 @@ def default_store() -> Any:
     try:
         return distributed_c10d._get_default_store()
     except (AttributeError, KeyError, ValueError):
-        return None
-
-
-def own_connection(store: Any) -> Any:
-    """Return another connection to ``store``: one that waits for a key answers no other thread. None without one."""
-    try:
-        return store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):
         return None
 
 

@@ -8,11 +8,8 @@ process group has been destroyed.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,8 +22,6 @@ from hookline.errors import ConfigError, RankError
 
 __all__ = ["Connections", "ConnectionsInUse", "connections", "reaching", "stop_reaching"]
 
-logger = logging.getLogger(__name__)
-
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
 _DEFAULT_TIMEOUT: Final = 600.0
 """As torch has it for NCCL. A rank that saves or evaluates alone for minutes is no rank that is lost."""
@@ -35,9 +30,6 @@ _FAILURES: Final = (RuntimeError, ValueError)
 _WAIT_FOR_WORD: Final = 2.0
 """Seconds to wait for what the other ranks were doing, once one did not come. They fail within milliseconds of each
 other, because gloo closes its connections."""
-
-_LONG_WAIT: Final = 10.0
-"""Seconds after which it is said for whom a rank waits; half the time-out, if that is shorter."""
 _WAIT_AT_EXIT: Final = 60.0
 """Seconds for which a process that ends waits for the others. If it ends by ``sys.exit(1)`` in the middle of training,
 they wait for it too, so it must not wait for long."""
@@ -53,8 +45,6 @@ class Connections:
         self._store = _torch_distributed.default_store()
         self._group: Any = None
         self._broken = ""
-        own, seconds = _torch_distributed.own_connection(self._store), min(_LONG_WAIT, timeout_seconds() / 2)
-        self._waits = _LongWaits(own, self.rank, self.size, seconds)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the ``value`` of every rank, by rank; the first call connects them."""
@@ -64,11 +54,10 @@ class Connections:
             return [value] * self.size
         found: list[Any] = [None] * self.size
         try:
-            with self._waits.at(what):
-                if self._group is None:
-                    limit = timedelta(seconds=timeout_seconds())
-                    self._group = _torch_distributed.new_gloo_group(limit, self._store, self.rank, self.size)
-                dist.all_gather_object(found, value, group=self._group)
+            if self._group is None:
+                limit = timedelta(seconds=timeout_seconds())
+                self._group = _torch_distributed.new_gloo_group(limit, self._store, self.rank, self.size)
+            dist.all_gather_object(found, value, group=self._group)
         except _FAILURES as error:
             raise self._missing(what, error) from error
         return found
@@ -84,8 +73,9 @@ class Connections:
             absent = ", ".join(map(str, missing))
             text = f"Rank {absent} did not come within {timeout_seconds():g} s: {_at_places(doing)}."
             advice = (
-                "Look at the log of the missing rank for its own error; every rank has to make this call. A slow rank "
-                f"gets more time by {_TIMEOUT}=seconds."
+                "Look at the log of the missing rank for its own error; every rank has to make this call, not one "
+                "behind `if rank == 0:`, unless it is to_metrics(local=True). A slow rank gets more time by "
+                f"{_TIMEOUT}=seconds."
             )
         self._broken = text
         return RankError(f"{text} {advice} (gloo says: {_first_line(error)})", ranks=tuple(missing))
@@ -198,80 +188,3 @@ def _end_key(run: str, rank: int) -> str:
 
 def _word_key(rank: int) -> str:
     return f"hookline/last words/{rank}"
-
-
-# -- long waits -------------------------------------------------------------------------------------------------
-
-_LOOKS: Final = 10
-"""How often the thread looks, in the time after which a wait is long."""
-
-
-class _LongWaits:
-    """Tell of each wait that is longer than some seconds, once.
-
-    Recipe: ``with waits.at("watch of Net"): dist.all_reduce(...)``.
-
-    Args:
-        store: A connection to the store of the ranks that nothing else waits on; None: the ranks are not named.
-        rank: This rank.
-        size: How many ranks there are.
-        seconds: What a long wait is. A rank that has waited half as long writes that down for the others.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
-        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
-        self._now: tuple[float, str] | None = None
-        """When the wait under way began, and what it is at."""
-        self._noted: tuple[float, str] | None = None
-        self._told: tuple[float, str] | None = None
-        self._has_thread = False
-
-    @contextmanager
-    def at(self, what: str) -> Iterator[None]:
-        """Wait for other ranks in the block."""
-        if not self._has_thread:
-            self._has_thread = True
-            every = self._seconds / _LOOKS
-            threading.Thread(
-                target=_watch_clock, args=(weakref.ref(self), every), daemon=True, name="hookline waits"
-            ).start()
-        self._now = (time.monotonic(), what)
-        try:
-            yield
-        finally:
-            self._now = None
-
-    def look(self) -> None:
-        """Write down that this rank waits, and tell for whom; the thread calls it."""
-        now = self._now
-        waited = 0.0 if now is None else time.monotonic() - now[0]
-        with suppress(RuntimeError, OSError):  # the rank that holds the store is gone
-            if self._noted not in (None, now):
-                self._noted = None
-                self._store.delete_key(_wait_key(self._rank))
-            if now is not None and waited > self._seconds / 2 and self._noted is None and self._store is not None:
-                self._store.set(_wait_key(self._rank), now[1])
-                self._noted = now
-            if now is not None and waited > self._seconds and self._told is not now:
-                self._told = now
-                logger.warning(
-                    "Rank %d has waited %.0f s at %r for %s. Every rank has to make this call: look for an `if rank == "
-                    "0:` around it. For the numbers of one rank alone: to_metrics(local=True).",
-                    self._rank, waited, now[1], self._absent(),
-                )  # fmt: skip
-
-    def _absent(self) -> str:
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        absent = [rank for rank in others if self._store is not None and not self._store.check([_wait_key(rank)])]
-        return f"rank {', '.join(map(str, absent))}" if absent else "the other ranks"
-
-
-def _wait_key(rank: int) -> str:
-    return f"hookline/waiting/{rank}"
-
-
-def _watch_clock(waits: weakref.ref[_LongWaits], every: float) -> None:
-    while (found := waits()) is not None:
-        found.look()
-        del found
-        time.sleep(every)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-import hookline
 from hookline.distributed.ranks import gather_objects, in_words, rank_names
 from hookline.errors import OptionError, RankError
 from hookline.messages import suggest
@@ -85,12 +83,21 @@ class Reduced(NamedTuple):
 class _Said(NamedTuple):
     """What one rank sends."""
 
-    version: str
     about: bytes
     """Options and parts: as bytes, they are compared at once, and read only when they have changed."""
     failure: str | None
     added: NDArray[np.float64]
     kept: NDArray[np.float64]
+
+
+class _Places(NamedTuple):
+    """Where the numbers of one rank go."""
+
+    counts: NDArray[np.bool_]
+    """Which of the numbers to add are added: not those of a shard that a rank before has too."""
+    added: NDArray[np.int64]
+    """Where these go."""
+    kept: NDArray[np.int64]
 
 
 class Exchange:
@@ -140,9 +147,8 @@ class Exchange:
         mine = tuple(parts)
         if mine != self._mine:
             self._mine, self._about = mine, pickle.dumps((self._options, mine))
-        own = _Said(hookline.__version__, self._about, failure, added, kept)
+        own = _Said(self._about, failure, added, kept)
         said = [_Said(*each) for each in gather_objects(tuple(own), what=self.what)]
-        _check_versions([each.version for each in said])
         _check_failures(self.what, [each.failure for each in said])
         about = [each.about for each in said]
         if about != self._plans[0]:
@@ -156,81 +162,52 @@ class Exchange:
         return Reduced(holdings, total, largest)
 
     def _plan(self, said: list[_Said]) -> tuple[dict[str, Holding], list[_Places]]:
-        """Return where the numbers of each name are, and where those of each rank go.
-
-        Ranks that say the same are taken together: one by one, 1,024 ranks with 6,000 names would take half a minute.
-        """
-        alike: dict[bytes, list[int]] = {}
-        for rank, each in enumerate(said):
-            alike.setdefault(each.about, []).append(rank)
-        read = {about: pickle.loads(about) for about in alike}
+        """Return where the numbers of each name are, and where those of each rank go."""
+        read = {about: pickle.loads(about) for about in dict.fromkeys(each.about for each in said)}
         _check_options(self.what, [read[each.about][0] for each in said])
         parts_of: list[tuple[NamedPart, ...]] = [read[each.about][1] for each in said]
-        by_name: dict[str, list[tuple[NamedPart, list[int]]]] = {}
-        for about, ranks in alike.items():
-            for part in read[about][1]:
-                by_name.setdefault(part.name, []).append((part, ranks))
+        first: dict[str, NamedPart] = {}
+        holders: dict[str, list[int]] = {}
+        shards: dict[str, set[Hashable]] = {}
+        counts: list[list[bool]] = []
+        for rank, parts in enumerate(parts_of):
+            counts.append([])
+            for part in parts:
+                _check_size(first.setdefault(part.name, part), part, rank)
+                known = shards.setdefault(part.name, set())
+                shard = self._shard_on(rank, part, said, parts_of)
+                counts[-1].append(shard not in known)  # of ranks with one shard, the first counts
+                known.add(shard)
+                holders.setdefault(part.name, []).append(rank)
         holdings: dict[str, Holding] = {}
-        counted: dict[str, set[int]] = {}
-        start_added = start_kept = 0
-        for name, held in by_name.items():
-            added, kept = _size(name, held)
-            counted[name] = self._counted(held, said, parts_of)
-            ends = start_added + added, start_kept + kept
-            holders = tuple(sorted(rank for _, ranks in held for rank in ranks))
-            holdings[name] = Holding(
-                slice(start_added, ends[0]), slice(start_kept, ends[1]), holders, len(counted[name])
-            )
-            start_added, start_kept = ends
-        known: dict[tuple[bytes, bytes], _Places] = {}
-        places = []
-        for rank, each in enumerate(said):
-            counts = np.array([rank in counted[part.name] for part in parts_of[rank]], dtype=bool)
-            key = each.about, counts.tobytes()
-            if key not in known:
-                known[key] = _Places.of(parts_of[rank], counts, holdings)
-            places.append(known[key])
-        return holdings, places
+        added = kept = 0
+        for name, part in first.items():
+            places = slice(added, added + part.added), slice(kept, kept + part.kept)
+            holdings[name] = Holding(*places, tuple(holders[name]), len(shards[name]))
+            added, kept = added + part.added, kept + part.kept
+        return holdings, [_places(*each, holdings) for each in zip(parts_of, counts, strict=True)]
 
-    def _counted(
-        self, held: list[tuple[NamedPart, list[int]]], said: list[_Said], parts_of: list[tuple[NamedPart, ...]]
-    ) -> set[int]:
-        """Return the ranks whose numbers of one name are added: the first of each shard."""
-        found: set[int] = set()
-        first_of: dict[Hashable, int] = {}
-        for part, ranks in held:
-            shard = part.shard
-            if isinstance(shard, SameIfEqual):
-                key = shard.by, shard.ranks
-                if shard.is_known and key not in self._same:
-                    numbers = {_numbers(said[each], parts_of[each], shard.by) for each in shard.ranks}
-                    self._same[key] = len(numbers) == 1
-                shard = ("group", shard.ranks) if self._same.get(key) else None
-            if shard is None:
-                found |= set(ranks)
-            else:
-                first_of[shard] = min(ranks[0], first_of.get(shard, ranks[0]))
-        return found | set(first_of.values())
+    def _shard_on(
+        self, rank: int, part: NamedPart, said: list[_Said], parts_of: list[tuple[NamedPart, ...]]
+    ) -> Hashable:
+        """Return which shard of a name a rank holds; its own, if no other rank has the same."""
+        shard = part.shard
+        if isinstance(shard, SameIfEqual):
+            key = shard.by, shard.ranks
+            if shard.is_known and key not in self._same:
+                numbers = {_numbers(said[each], parts_of[each], shard.by) for each in shard.ranks}
+                self._same[key] = len(numbers) == 1
+            shard = ("group", shard.ranks) if self._same.get(key) else None
+        return ("rank", rank) if shard is None else shard
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the numbers of one rank go."""
-
-    counts: NDArray[np.bool_]
-    """Which of the numbers to add are added: not those of a shard that a rank before has too."""
-    added: NDArray[np.int64]
-    """Where these go."""
-    kept: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, parts: Sequence[NamedPart], counts: NDArray[np.bool_], holdings: Mapping[str, Holding]) -> _Places:
-        """Return the places of the numbers of a rank, which has ``parts``; ``counts`` says which of them are added."""
-        return cls(
-            np.repeat(counts, [part.added for part in parts]),
-            _index([holdings[part.name].added for part, is_counted in zip(parts, counts, strict=True) if is_counted]),
-            _index([holdings[part.name].kept for part in parts]),
-        )
+def _places(parts: Sequence[NamedPart], counts: list[bool], holdings: Mapping[str, Holding]) -> _Places:
+    """Return the places of the numbers of a rank, which has ``parts``; ``counts`` says which of them are added."""
+    return _Places(
+        np.repeat(np.array(counts, dtype=bool), [part.added for part in parts]),
+        _index([holdings[part.name].added for part, is_counted in zip(parts, counts, strict=True) if is_counted]),
+        _index([holdings[part.name].kept for part in parts]),
+    )
 
 
 def _index(slices: list[slice]) -> NDArray[np.int64]:
@@ -247,13 +224,12 @@ def _numbers(said: _Said, parts: Sequence[NamedPart], name: str) -> bytes | None
     return None
 
 
-def _size(name: str, held: Sequence[tuple[NamedPart, list[int]]]) -> tuple[int, int]:
-    """Return how many numbers a name has; raise if ranks differ in that."""
-    sizes = {(part.added, part.kept): ranks[0] for part, ranks in reversed(held)}
-    if len(sizes) > 1:
-        words = "; ".join(f"rank {rank}: {added} + {kept} numbers" for (added, kept), rank in sizes.items())
-        raise RankError(f"{name!r} has not the same size on all ranks: {words}. Give every rank the same options.")
-    return next(iter(sizes))
+def _check_size(first: NamedPart, part: NamedPart, rank: int) -> None:
+    if (first.added, first.kept) != (part.added, part.kept):
+        raise RankError(
+            f"{part.name!r} has not the same size on all ranks: {part.added} + {part.kept} numbers on rank {rank}, "
+            f"{first.added} + {first.kept} before it. Give every rank the same options."
+        )
 
 
 def _check_failures(what: str, failures: list[str | None]) -> None:
@@ -263,30 +239,15 @@ def _check_failures(what: str, failures: list[str | None]) -> None:
         raise RankError(f"{what} failed on {rank_names(tuple(failed))} of {len(failures)}. {told}", ranks=tuple(failed))
 
 
-def _check_versions(versions: list[str]) -> None:
-    if len(set(versions)) > 1:
-        raise RankError(
-            f"Ranks run different versions of hookline: {in_words(versions)}. Install the same one on every machine.",
-            ranks=_minority(versions),
-        )
-
-
 def _check_options(what: str, options: list[dict[str, str]]) -> None:
     if all(each == options[0] for each in options):
         return
-    keys = list(dict.fromkeys(key for each in options for key in each))
+    keys = dict.fromkeys(key for each in options for key in each)
     different = [key for key in keys if len({each.get(key) for each in options}) > 1]
     told = "; ".join(f"{key}: {in_words([each.get(key, 'absent') for each in options])}" for key in different)
-    raise RankError(
-        f"{what} is not the same on all ranks. {told}. Give every rank the same.",
-        ranks=_minority([repr(each) for each in options]),
-    )
-
-
-def _minority(values: list[str]) -> tuple[int, ...]:
-    """Return the ranks whose value is not the most frequent one."""
-    most = Counter(values).most_common(1)[0][0]
-    return tuple(rank for rank, value in enumerate(values) if value != most)
+    most = Counter(map(repr, options)).most_common(1)[0][0]
+    ranks = tuple(rank for rank, each in enumerate(options) if repr(each) != most)
+    raise RankError(f"{what} is not the same on all ranks. {told}. Give every rank the same.", ranks=ranks)
 
 
 # -- metrics, by the rule that each declares -----------------------------------------------------------------------

@@ -7,29 +7,25 @@ tensor; a forward waits for nothing but, where a line is due, for that line.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.served_batch import Stage, only_in_stage
 from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.row import Layout, as_metrics, table_of
-
-if TYPE_CHECKING:
-    from hookline.records.log import LineFile
+from hookline.records.log import LineFile, json_line
 
 __all__ = ["ActivationStats", "activation_stats"]
 
 logger = logging.getLogger("hookline.factories.activation_stats")
 
 _COUNTS: Final = ("nonfinite", "nan", "inf")
-_DUE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|seconds?|forwards?)?\s*")
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,8 @@ class StatsOptions:
     """The config of ``activation_stats``."""
 
     stats: Any = None
-    every: int = 1
     phase: Stage = "both"
-    log_every: Any = None
+    log_every: int | None = None
     file: Path | None = None
     add_residual: bool = False
 
@@ -49,18 +44,6 @@ class StatsOptions:
         if self.stats is not None and not isinstance(self.stats, str | list | tuple):
             raise OptionError(f"activation_stats: stats is a list of names such as 'mean', got {self.stats!r}.")
         return Layout.of(tuple(self.stats) if isinstance(self.stats, list) else self.stats)
-
-    @property
-    def due(self) -> tuple[float, bool]:
-        """How much has to pass between two lines, and whether that is forwards, not seconds."""
-        if self.log_every is None:
-            return float("inf"), True
-        found = None if isinstance(self.log_every, bool) else _DUE.fullmatch(str(self.log_every))
-        if found is None or not float(found[1]):
-            raise OptionError(
-                f"activation_stats: log_every is a number of seconds, or '500 forwards'; got {self.log_every!r}."
-            )
-        return float(found[1]), bool(found[2]) and found[2].startswith("f")
 
 
 def _try(config: Mapping[str, Any]) -> ActivationStats:
@@ -80,20 +63,17 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
         hook.to_metrics()  # {"layers.0/mean": ..., "layers.0/absmax": ...}
 
     Args:
-        config: ``stats``: their names, as ``hookline.watch`` takes them. ``every``: look at each n-th call of a module.
-            ``phase``: ``"prefill"`` or ``"decode"`` of a served model, for one of them alone. ``log_every``: seconds (a
-            number, or ``"30s"``), or ``"500 forwards"``, after which the next call writes a line, to ``file`` (JSONL)
-            if there is one, else to the log; it waits for the device once. ``add_residual``: of an output that is a
-            pair of tensors of one shape, as SGLang's layers give, look at their sum.
+        config: ``stats``: their names, as ``hookline.watch`` takes them. ``phase``: ``"prefill"`` or ``"decode"`` of a
+            served model, for one of them alone. ``log_every``: seconds after which the next forward writes a line, to
+            ``file`` (JSONL) if there is one, else to the log; it waits for the device once. ``add_residual``: of an
+            output that is a pair of tensors of one shape, as SGLang's layers give, look at their sum.
     """
     return _make(read_options("activation_stats", StatsOptions, config))
 
 
 def _make(options: StatsOptions) -> ActivationStats:
     log = None if options.log_every is None and options.file is None else _StatsLog(options)
-    return only_in_stage(ActivationStats, options.phase)(
-        options.layout, every=options.every, log=log, add_residual=options.add_residual
-    )
+    return only_in_stage(ActivationStats, options.phase)(options.layout, log=log, add_residual=options.add_residual)
 
 
 class ActivationStats(StreamingObserver[StreamedModule]):
@@ -101,10 +81,8 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 
     name = "activation_stats"
 
-    def __init__(
-        self, layout: Layout, *, every: int = 1, log: _StatsLog | None = None, add_residual: bool = False
-    ) -> None:
-        super().__init__(Streaming(layout), StreamedModule, every=every, add_residual=add_residual)
+    def __init__(self, layout: Layout, *, log: _StatsLog | None = None, add_residual: bool = False) -> None:
+        super().__init__(Streaming(layout), StreamedModule, add_residual=add_residual)
         self._ended = 0
         self._log = log
 
@@ -116,7 +94,7 @@ class ActivationStats(StreamingObserver[StreamedModule]):
     def _end_forward(self) -> None:
         self._ended += 1
         super()._end_forward()
-        if self._log is not None and self._log.is_due(self._ended):
+        if self._log is not None and self._log.is_due():
             self._log.write(self.to_metrics(), self._ended)
 
     def to_metrics(self) -> dict[str, float]:
@@ -146,7 +124,7 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 
     def reset(self) -> None:
         """Drop what was counted so far."""
-        self._streaming.reset(self._modules.values())
+        self._streaming.reset()
 
     def close(self) -> None:
         """Write the last line."""
@@ -158,55 +136,35 @@ class _StatsLog:
     """Write the lines of one hook, and keep when the next is due."""
 
     def __init__(self, options: StatsOptions) -> None:
-        self._after, self._by_forwards = options.due
-        self._path = options.file
-        self._file: LineFile | None = None
+        self._after = float("inf") if options.log_every is None else options.log_every
+        # A path that cannot be written is an error now, not in the middle of a run.
+        self._file = None if options.file is None else LineFile(options.file)
         self._lock = threading.Lock()
         self._last_time = time.monotonic()
         self._last_forward = 0
         self._failed = False
-        if self._path is not None:
-            self._opened()  # a path that cannot be written is an error now, not in the middle of a run
 
-    def is_due(self, forwards: int) -> bool:
-        """Return whether enough has passed since the last line."""
-        if self._by_forwards:
-            return forwards - self._last_forward >= self._after
+    def is_due(self) -> bool:
+        """Return whether enough time has passed since the last line."""
         return time.monotonic() - self._last_time >= self._after
 
     def write(self, metrics: dict[str, float], forwards: int) -> None:
         """Write a line; ``forwards`` is how many there have been so far."""
         with self._lock:
             self._last_time, self._last_forward = time.monotonic(), forwards
-            if self._path is None:
+            if self._file is None:
                 logger.info("%d forwards\n%s", forwards, table_of(metrics).text())
                 return
             try:
-                self._opened().write(_line(metrics, forwards))
+                self._file.write(json_line({"time": time.time(), "forwards": forwards, **metrics}))
             except OSError as error:
                 if not self._failed:
-                    logger.error("%s cannot be written, and the run goes on: %s", self._path, error)
+                    logger.error("The file of statistics cannot be written, and the run goes on: %s", error)
                 self._failed = True
 
     def close(self, metrics: dict[str, float], forwards: int) -> None:
-        """Write the last line, if there were forwards after the one before."""
+        """Write the last line, if there were forwards after the one before; may be called again."""
         if forwards > self._last_forward:
             self.write(metrics, forwards)
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
-    def _opened(self) -> LineFile:
-        if self._file is None:
-            from hookline.records.log import LineFile
-
-            assert self._path is not None
-            self._file = LineFile(self._path)
-        return self._file
-
-
-def _line(metrics: dict[str, float], forwards: int) -> bytes:
-    from hookline.records.log import json_line
-
-    return json_line({"time": time.time(), "forwards": forwards, **metrics})
+        if self._file is not None:
+            self._file.close()

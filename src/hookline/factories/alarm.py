@@ -1,8 +1,7 @@
 """``nan_alarm``: log which module was the first to return NaN or infinity.
 
 Specs and users make it. Counts are kept on the device of the tensors. On a CPU they are read in the same call; on a GPU
-a copy is requested when a forward begins and read when it has arrived, so that the forward never waits and the line
-comes a forward or two later.
+once in a second, at the end of a forward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from hookline.errors import NonFiniteError
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
-from hookline.observe.tokens import current_tokens
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.row import BAD, INF, NAN, Layout
 from hookline.sites import _torch
@@ -30,17 +28,14 @@ __all__ = ["NanAlarm", "nan_alarm"]
 logger = logging.getLogger("hookline.factories.nan_alarm")
 
 _CPU: Final = torch.device("cpu")
-_PAUSE: Final = 0.1
-"""Seconds between two reads of a GPU's counts: each is a small launch and a copy."""
-_MOST_NAMES: Final = 4
-"""Requests that a line names."""
+_PAUSE: Final = 1.0
+"""Seconds between two reads of a GPU's counts: each waits for the device."""
 
 
 @dataclass(frozen=True)
 class AlarmOptions:
     """The config of ``nan_alarm``."""
 
-    every: int = 1
     action: Literal["log", "raise"] = "log"
 
 
@@ -56,8 +51,8 @@ def nan_alarm(config: Mapping[str, Any] | None = None) -> NanAlarm:
         hook.to_metrics()  # {"layers.3/nonfinite": 1.0, "layers.3/nan": 4.0, "layers.3/inf": 0.0}
 
     Args:
-        config: ``every``: look at each n-th call of a module. ``action``: ``"log"``; or ``"raise"``, which raises
-            `NonFiniteError` out of the forward, and for that waits for the device at every call.
+        config: ``action``: ``"log"``; or ``"raise"``, which raises `NonFiniteError` out of the forward, and for that
+            waits for the device at every call.
     """
     return NanAlarm(read_options("nan_alarm", AlarmOptions, config))
 
@@ -73,31 +68,6 @@ class _AlarmModule(StreamedModule):
         self.was_logged = False
 
 
-class _RowsOnTheWay:
-    """Hold copies of a GPU's rows that may not have arrived yet."""
-
-    def __init__(self, device: torch.device, seen: list[_AlarmModule]) -> None:
-        of = [(each, row.added) for each in seen for row in each.rows(device)]
-        self._seen = [each for each, _ in of]
-        make: Any = torch.cuda.Event
-        self._event = make()
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            rows = torch.stack([row for _, row in of]) if of else torch.empty(0)
-            self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
-            self._event.record()
-
-    def has_arrived(self) -> bool:
-        """Return whether reading them does not wait."""
-        return bool(self._event.query())
-
-    def by_module(self) -> dict[_AlarmModule, list[float]]:
-        """Return, for each module, the sum of its rows."""
-        found: dict[_AlarmModule, list[float]] = {}
-        for seen, row in zip(self._seen, self._rows.tolist(), strict=True):
-            found[seen] = list(map(sum, zip(found[seen], row, strict=True))) if seen in found else row
-        return found
-
-
 class NanAlarm(StreamingObserver[_AlarmModule]):
     """Watch all modules that one ``nan_alarm`` is on."""
 
@@ -105,25 +75,25 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
 
     def __init__(self, options: AlarmOptions) -> None:
         self._raises = options.action == "raise"
-        # On a CPU each output is read in its call, and small ones are not kept.
-        streaming = Streaming(Layout.of("nonfinite"), keeps=not self._raises, keeps_small=False)
-        super().__init__(streaming, _AlarmModule, every=options.every)
+        super().__init__(Streaming(Layout.of("nonfinite"), keeps=not self._raises), _AlarmModule)
         if self._raises:
             self.summary = None  # it raises out of the call of the module, in compiled code too
-        self._sent: dict[torch.device, _RowsOnTheWay] = {}
         self._next = 0.0
         """When to read the counts of GPUs."""
 
     def _end_forward(self) -> None:
         super()._end_forward()
-        self._read_gpus()
+        is_on_gpu = any(device.type == "cuda" for device in self._streaming.engine.device_rows)
+        if is_on_gpu and time.monotonic() > self._next and not _torch.capturing():
+            self.to_metrics()
+            self._next = time.monotonic() + _PAUSE
 
     def _take(self, seen: _AlarmModule, tensor: Tensor, gathered: Gathered | None) -> bool:
         if not super()._take(seen, tensor, gathered):
             return False
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[BAD] and not seen.was_logged:
-            self._log(seen, row.cells[NAN], row.cells[INF], _running_requests())
+            self._log(seen, row.cells[NAN], row.cells[INF])
         if self._raises:
             self._check_now(seen)
         return True
@@ -132,41 +102,17 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         seen.shape = shape_of(real)
         super()._add(seen, real, gathered)
 
-    # -- on other devices --------------------------------------------------------------------------------
-
     def _check_now(self, seen: _AlarmModule) -> None:
         """Wait for the device, and raise if there was NaN or infinity."""
         self._streaming.engine.flush()
         for row in seen.watched.rows.values():
             cells = row.added.tolist()
             if cells[BAD]:
-                words = _words(seen, cells[NAN], cells[INF]) + _running_requests()
-                raise NonFiniteError(f"{words}. Look at what goes into it.")
+                raise NonFiniteError(f"{_words(seen, cells[NAN], cells[INF])}. Look at what goes into it.")
 
-    def _read_gpus(self) -> None:
-        """Read the rows that have arrived from GPUs, and request the present ones."""
-        now = time.monotonic()
-        if now < self._next or _torch.capturing():
-            return
-        self._next = now + _PAUSE
-        self._streaming.flush_copies()
-        for device in list(self._streaming.engine.device_rows):
-            sent = self._sent.get(device)
-            if device.type != "cuda" or (sent is not None and not sent.has_arrived()):
-                continue
-            if sent is not None:
-                self._read(sent)
-            waiting = [seen for seen in self._modules.values() if not seen.was_logged and seen.rows(device)]
-            self._sent[device] = _RowsOnTheWay(device, waiting)
-
-    def _read(self, sent: _RowsOnTheWay) -> None:
-        for seen, cells in sent.by_module().items():
-            if cells[BAD] and not seen.was_logged:
-                self._log(seen, cells[NAN], cells[INF])
-
-    def _log(self, seen: _AlarmModule, nan: float, inf: float, requests: str = "") -> None:
+    def _log(self, seen: _AlarmModule, nan: float, inf: float) -> None:
         seen.was_logged = True
-        logger.warning("%s%s", _words(seen, nan, inf), requests)
+        logger.warning("%s", _words(seen, nan, inf))
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
@@ -188,16 +134,3 @@ def _words(seen: _AlarmModule, nan: float, inf: float) -> str:
         f"{seen.name} gave out {int(nan)} NaN and {int(inf)} infinities, in a tensor of shape {seen.shape}, "
         f"in call {seen.calls}"
     )
-
-
-def _running_requests() -> str:
-    """Return whose tokens the running forward of a served model has; empty without an engine.
-
-    Not for counts that are read later, as those of a GPU: another forward runs then.
-    """
-    tokens = current_tokens()
-    ids = () if tokens is None else tokens.requests
-    if not any(ids):
-        return ""
-    more = f" and {len(ids) - _MOST_NAMES} more" if len(ids) > _MOST_NAMES else ""
-    return f", with request{'s' * (len(ids) > 1)} {', '.join(map(repr, ids[:_MOST_NAMES]))}{more} in the batch"

@@ -1,8 +1,9 @@
 """Write and read the files of an export: safetensors shards that appear whole, and an index of what is in them.
 
-The thread of ``export`` calls `pieces_of` and `Shards`; users call `read_export`, or make an `ActivationDataset`. A
-shard is held in memory until it is written as a whole, and only then its lines go into the index: whatever kills the
-process, every file is whole and every line is true. Nothing is pickled, and nothing that is read is run.
+``export`` and `export_activations` make an item of each output (`item_of`), and hand its pieces to `Shards`. Users
+call `read_export`, or make an `ActivationDataset`. A shard is held in memory until it is written as a whole, and only
+then its lines go into the index: whatever kills the process, every file is whole and every line is true. Nothing is
+pickled, and nothing that is read is run.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import bisect
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, TypedDict
+from typing import Any, BinaryIO, Final, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,15 +34,13 @@ __all__ = [
     "ActivationDataset",
     "ActivationItem",
     "ExportItem",
-    "ExportPiece",
     "ExportRecord",
     "Shards",
-    "WrittenSoFar",
     "can_store",
+    "index_lines",
+    "item_of",
     "pieces_of",
     "read_export",
-    "summary_of",
-    "written_so_far",
 ]
 
 _INDEX: Final = "index-{number:03d}.jsonl"
@@ -62,143 +61,72 @@ def can_store(tensor: Tensor) -> bool:
 
 @dataclass(slots=True)
 class ExportItem:
-    """One output that is to be written."""
+    """One output that is to be written: whole, or the entries of some tokens."""
 
     module: str
     call: int
     tensor: Tensor
-    bytes: int
-    rows: Tokens | None
-    wants_last: bool
-    """Whether the last token of each request is wanted alone."""
-    is_last: bool = False
-    """Whether the tensor has that alone."""
+    tokens: Tokens | None = None
+    """Whose entries it has; None if it is the whole output."""
+    rows: tuple[int, ...] = ()
+    """Which requests of ``tokens`` it has entries of, one after the other."""
+    last: bool = False
+    """Whether it has the last token of each alone."""
+    is_by_row: bool = False
+    """Whether it has one entry for each request, not for each token, such as a pooled vector."""
     ready: Any = None
-    """On a GPU, the event after which the copy of the tensor is complete."""
-    is_taken: bool = False
-    """Whether its pieces are in a shard, or have begun to be."""
-
-
-class ExportPiece(NamedTuple):
-    """A tensor of an export, its key, and its line in the index."""
-
-    key: str
-    tensor: Tensor
-    line: dict[str, Any]
-
-
-class Shards:
-    """Write the files of one hook into a folder, which several hooks and processes may share."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._number, self._index = _claim_number(folder)
-        self.count = 0
-        """How many shards are complete."""
-        self._tensors = self._bytes = 0
-        """What is in them."""
-        self._begin()
-
-    def _begin(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._lines: list[bytes] = []
-        self._size = 0
-        self._since = float("inf")
-
-    @property
-    def tensors(self) -> int:
-        """Return how many tensors were added, in complete shards or not."""
-        return self._tensors + len(self._lines)
+    """On a GPU, the event after which the tensor is complete."""
 
     @property
     def bytes(self) -> int:
-        """Return how many bytes those are."""
-        return self._bytes + self._size
-
-    @property
-    def age(self) -> float:
-        """Return for how many seconds there has been a shard that is not complete; less than 0 without one."""
-        return time.monotonic() - self._since
-
-    def add(self, piece: ExportPiece) -> None:
-        """Hold a tensor, which is on the CPU, until its shard is complete."""
-        self._since = min(self._since, time.monotonic())
-        # A copy: the format refuses tensors that share memory, as the rows of a batch do.
-        self._held[piece.key] = piece.tensor.clone(memory_format=torch.contiguous_format)
-        self._lines.append(dumps({**piece.line, "shard": self._name(), "key": piece.key}) + b"\n")
-        self._size += piece.tensor.numel() * piece.tensor.element_size()
-        if self._size >= SHARD_BYTES:
-            self.complete()
-
-    def complete(self) -> None:
-        """Write the shard, and its lines to the index."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        if not self._held:
-            return
-        try:
-            replace_file(self.folder / self._name(), lambda draft: save_file(self._held, draft))
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        self._index.writelines(self._lines)
-        self._index.flush()
-        self.count += 1
-        self._tensors += len(self._lines)
-        self._bytes += self._size
-        self._begin()
-
-    def abandon(self) -> tuple[int, int]:
-        """Drop a shard that is not complete, and close the index; return of how many outputs it was, and its bytes."""
-        lost = len({key.rpartition("#")[0] for key in self._held}), self._size
-        with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
-            self._index.close()
-        self._begin()
-        return lost
-
-    def _name(self) -> str:
-        return _SHARD.format(number=self._number, count=self.count)
+        """Return the size of the tensor."""
+        return self.tensor.nbytes
 
 
-def _claim_number(folder: Path) -> tuple[int, BinaryIO]:
-    """Return a number that no other hook has in this folder, and its index, open."""
-    number = 0
-    while True:
-        try:
-            return number, (folder / _INDEX.format(number=number)).open("xb")
-        except FileExistsError:
-            number += 1
+def item_of(
+    module: str, call: int, tensor: Tensor, tokens: Tokens | None, *, last: bool = False, stage: str = "both"
+) -> ExportItem | None:
+    """Return what to write of an output: the entries of the chosen tokens; None if it has none of them."""
+    if tokens is None:  # of (batch, sequence, features), padded on the left, the last column
+        return ExportItem(module, call, tensor[:, -1:] if last and tensor.dim() == 3 else tensor)
+    chosen = tokens.choose(last=last, stage=stage)
+    entries = chosen.pick(tensor)
+    if not chosen.rows:
+        return None
+    if entries is not None:
+        return ExportItem(module, call, entries, tokens, chosen.rows, last)
+    if tokens.width is not None and tensor.dim() >= 2 and len(tensor) == len(tokens.requests):
+        return ExportItem(module, call, tensor, tokens, chosen.rows, is_by_row=True)
+    return ExportItem(module, call, tensor) if stage in ("both", tokens.phase) else None
 
 
-# -- pieces: an output by request ------------------------------------------------------------------------------------
+ExportPiece: TypeAlias = tuple[Tensor, dict[str, Any]]
+"""A tensor, and what the index says of it."""
 
 
 def pieces_of(item: ExportItem) -> Iterator[ExportPiece]:
-    """Yield the pieces of an output: the tokens of each request; its last, if there is no other; else its row."""
-    rows, tensor = item.rows, item.tensor
-    entries = None if rows is None or item.is_last else rows.by_token(tensor)
-    is_by_row = rows is not None and rows.width is not None and tensor.dim() >= 2 and len(tensor) == len(rows.requests)
-    if rows is None or (entries is None and not is_by_row):
-        yield _piece(item, 0, tensor, phase=None if rows is None else rows.phase)
+    """Yield the pieces of an output that is on the CPU: one for each request, or the whole."""
+    tokens, begin = item.tokens, 0
+    if tokens is None:
+        yield _piece(item, item.tensor)
         return
-    ids, begin = _numbers(rows.ids), 0
-    for row, length in enumerate(rows.lengths):
-        tokens, positions = ids[begin : begin + length], _positions(rows, row, begin)
-        request, phase, begin = rows.requests[row] or None, rows.phases[row], begin + length
-        if entries is not None:
-            first = max(length - 1, 0) if item.wants_last else 0
-            own = entries[rows.begins[row] + first : rows.begins[row] + length]
-            yield _piece(item, row, own, request, tokens[first:], positions[first:], phase)
-        elif tensor.dim() == 3 and tensor.shape[1] == 1:
-            yield _piece(item, row, tensor[row], request, tokens[-1:], positions[-1:], phase)
-        else:  # one entry for each request that is not by token, as a pooled vector or attention weights
-            yield _piece(item, row, tensor[row], request, phase=phase)
+    ids, starts = _numbers(tokens.ids), list(accumulate(tokens.lengths, initial=0))
+    for row in item.rows:
+        request, phase = tokens.requests[row] or None, tokens.phases[row]
+        if item.is_by_row:
+            yield _piece(item, item.tensor[row], request, phase=phase)
+            continue
+        length, start = tokens.lengths[row], starts[row]
+        skipped = length - 1 if item.last else 0
+        own = item.tensor[begin : begin + length - skipped]
+        begin += len(own)
+        positions = _positions(tokens, row, start)[skipped:]
+        yield _piece(item, own, request, ids[start + skipped : start + length], positions, phase)
 
 
-def _positions(rows: Tokens, row: int, begin: int) -> Sequence[int]:
-    first, length = rows.firsts[row], rows.lengths[row]
-    return _numbers(rows.positions)[begin : begin + length] if first is None else range(first, first + length)
+def _positions(tokens: Tokens, row: int, start: int) -> Sequence[int]:
+    first, length = tokens.firsts[row], tokens.lengths[row]
+    return _numbers(tokens.positions)[start : start + length] if first is None else range(first, first + length)
 
 
 def _numbers(values: Tensor | Sequence[int] | None) -> list[int]:
@@ -209,14 +137,13 @@ def _numbers(values: Tensor | Sequence[int] | None) -> list[int]:
 
 def _piece(
     item: ExportItem,
-    row: int,
     tensor: Tensor,
     request: str | None = None,
     tokens: Sequence[int] = (),
     positions: Sequence[int] = (),
     phase: str | None = None,
 ) -> ExportPiece:
-    line = {
+    return tensor, {
         "module": item.module,
         "call": item.call,
         "request": request,
@@ -224,7 +151,84 @@ def _piece(
         "positions": list(positions),
         "phase": phase,
     }
-    return ExportPiece(f"{item.module}#{item.call}#{row}", tensor, line)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Write the files of one hook into a folder, which several hooks and processes may share."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._number, self._index = _claim_number(folder)
+        self._count = 0
+        self.tensors = self.bytes = 0
+        """What was added, and not dropped."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._lines: list[bytes] = []
+        self.size = 0
+        """The bytes of tensors that are held."""
+        self._since = float("inf")
+
+    @property
+    def age(self) -> float:
+        """Return for how many seconds tensors have been held; less than 0 without any."""
+        return time.monotonic() - self._since
+
+    def add(self, pieces: Iterable[ExportPiece]) -> None:
+        """Hold tensors, which are on the CPU, until their file is written."""
+        for tensor, line in pieces:
+            self._since = min(self._since, time.monotonic())
+            key = f"{line['module']}#{len(self._lines)}"
+            # A copy: the format refuses tensors that share memory, as the rows of a batch do.
+            self._held[key] = tensor.clone(memory_format=torch.contiguous_format)
+            self._lines.append(dumps({**line, "shard": self._name, "key": key}) + b"\n")
+            self.size += tensor.nbytes
+            self.bytes += tensor.nbytes
+            self.tensors += 1
+
+    def complete(self) -> None:
+        """Write a file of what is held, and its lines to the index."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._held:
+            return
+        try:
+            replace_file(self._folder / self._name, lambda draft: save_file(self._held, draft))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        self._index.writelines(self._lines)
+        self._index.flush()
+        self._count += 1
+        self._begin()
+
+    def close(self) -> None:
+        """Drop what is held, and close the index."""
+        self.tensors -= len(self._held)
+        self.bytes -= self.size
+        self._begin()
+        with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
+            self._index.close()
+
+    @property
+    def _name(self) -> str:
+        return _SHARD.format(number=self._number, count=self._count)
+
+
+def _claim_number(folder: Path) -> tuple[int, BinaryIO]:
+    """Return a number that no other hook has in this folder, and its index, open."""
+    number = 0
+    while True:
+        try:
+            return number, (folder / _INDEX.format(number=number)).open("xb")
+        except FileExistsError:
+            number += 1
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
         raise OptionError(f"read_export({str(folder)!r}): there is no such folder.")
     shard: Any = None
     name = ""
-    for line in _index_lines(folder):
+    for line in index_lines(folder):
         if line["shard"] != name:
             name = line["shard"]
             shard = _open_shard(folder / name)
@@ -277,54 +281,13 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
         )
 
 
-def _index_lines(folder: Path) -> Iterator[dict[str, Any]]:
+def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield what the indices of a folder say of each tensor, in the order they were written."""
     for index in sorted(folder.glob("index-*.jsonl")):
         for line in _lines(index):
             if line["shard"] != Path(line["shard"]).name:
                 raise OptionError(f"{index} names {line['shard']!r}, which is no file of its folder.")
             yield line
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenSoFar:
-    """What the complete files of a folder hold."""
-
-    bytes: int = 0
-    pieces: frozenset[tuple[str, str, int]] = frozenset()
-    """Module, request and first position of every tensor that has them."""
-    begun: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By module and request, the `summary_of` its first tensor."""
-
-    def has(self, line: dict[str, Any]) -> bool:
-        """Return whether the tensor that ``line`` describes is there."""
-        return bool(line["positions"]) and (line["module"], line["request"], line["positions"][0]) in self.pieces
-
-
-def written_so_far(folder: Path) -> WrittenSoFar:
-    """Return what earlier exports have left in a folder; nothing if there is none."""
-    lines = [line for line in _index_lines(folder) if line["request"] is not None and line["positions"]]
-    shards = {line["shard"] for line in _index_lines(folder)}
-    try:
-        written = sum(_data_bytes(folder / shard) for shard in shards)
-    except OSError as error:
-        raise OptionError(f"A file of the export is in the index, and lost ({error}); choose another folder.") from None
-    return WrittenSoFar(
-        written,
-        frozenset((line["module"], line["request"], line["positions"][0]) for line in lines),
-        {(line["module"], line["request"]): summary_of(line["tokens"], line["positions"]) for line in reversed(lines)},
-    )
-
-
-def _data_bytes(shard: Path) -> int:
-    """Return how many bytes of tensors a file has: what is behind its header, whose length comes first."""
-    with shard.open("rb") as file:
-        return shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def summary_of(tokens: Sequence[int], positions: Sequence[int]) -> int:
-    """Return a number that differs for other tokens or positions: what is on disk may be too much to keep in memory."""
-    return hash((tuple(tokens), tuple(positions)))
 
 
 def _open_shard(shard: Path) -> Any:
@@ -385,7 +348,7 @@ class ActivationDataset(Dataset[ActivationItem]):
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise OptionError(f"ActivationDataset({str(folder)!r}): there is no such folder.")
-        lines = [line for line in _index_lines(self.folder) if line["positions"] and line["request"] is not None]
+        lines = [line for line in index_lines(self.folder) if line["positions"] and line["request"] is not None]
         self.modules = sorted(
             {line["module"] for line in lines if module is None or fnmatchcase(line["module"], module)}
         )

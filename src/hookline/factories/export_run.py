@@ -1,32 +1,39 @@
-"""Run a model over sequences of tokens and export the activations of modules: a dataset that can be continued.
+"""Run a model over sequences of tokens and export the activations of modules, as a dataset.
 
-Users call `export_activations`; it attaches the hook of ``export`` and says by `Tokens` whose tokens are in a batch.
-`ActivationDataset` reads the result.
+Users call `export_activations`; it says by `Tokens` whose tokens are in a batch, and writes the files of ``export``
+after each. `ActivationDataset` reads the result.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
+import itertools
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
-from hookline.factories.exporting import INPUT, Export, ExportInputs, ExportOptions
+from hookline.factories.export_files import (
+    SHARD_BYTES,
+    ExportItem,
+    Shards,
+    can_store,
+    index_lines,
+    item_of,
+    pieces_of,
+)
+from hookline.factories.exporting import INPUT
 from hookline.factories.factory_hook import checked
-from hookline.factories.served_batch import Positions
-from hookline.files import lock_holder, replace_file, take_lock
+from hookline.factories.served_batch import Positions, measurable, output_tensor
 from hookline.messages import caller_stacklevel
-from hookline.observe.tokens import Tokens, serving
+from hookline.observe.patch.parts import find_main_input
+from hookline.observe.tokens import Tokens, current_tokens, serving
 from hookline.sites.attach import attach
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import Layers, with_role
@@ -36,19 +43,14 @@ from hookline.sites.wrappers import unwrap
 if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.sites.handle import HookHandle
+    from hookline.sites.site_info import Site
 
 __all__ = ["ExportedRun", "export_activations"]
 
 _NAME: Final = "export_activations"
-_QUEUE: Final = 1 << 30
-"""Bytes that may wait to be written; the run waits for the disk between batches, so that nothing is dropped."""
-_WAITING: Final = 16
-"""Batches of sequences that may wait for others of their length."""
-_LOCK: Final = ".export_activations.lock"
+_TOGETHER: Final = 16
+"""Batches of sequences that are sorted by length together."""
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_MODEL: Final = "model.sha256"
-_COMPARED: Final = 64
-"""Numbers of each parameter by which weights are known."""
 _NamedSequence: TypeAlias = tuple[str, list[int]]
 """The name of the request, and the ids of its tokens."""
 
@@ -58,11 +60,9 @@ class ExportedRun:
     """What one call of `export_activations` has done."""
 
     sequences: int
-    """Sequences that were run."""
-    skipped: int
-    """Sequences that were there from an earlier call."""
+    """Sequences that were run and written."""
     written_bytes: int
-    """Bytes of activations in the folder, earlier calls included."""
+    """Bytes of their activations."""
     is_full: bool
     """Whether the budget of bytes has ended it before the last sequence."""
 
@@ -90,24 +90,22 @@ def export_activations(
         export_activations(model, "model.layers.8.self_attn.o_proj", sequences, folder="heads", inputs=True)
         dataset = ActivationDataset("heads", module="model.layers.8.self_attn.o_proj/input")
 
-    Sequence n is the request ``"sequence-n"`` of the export. Called again with the same sequences, it continues where
-    it was interrupted, by a kill or by the budget: what is complete on disk is not run again, nothing is written twice.
-    A sequence whose tokens or positions on disk are others is an error, and so is a model with other weights: some
-    numbers of each parameter are compared.
+    Sequence n is the request ``"sequence-n"`` of the export. Modules that the folder has from an earlier call are an
+    error.
 
     Args:
         model: A model of ``transformers``, or one that is called as ``model(input_ids=…, attention_mask=…)``; it runs
             in the mode in which it is, without gradients; where dropout works, with a warning.
         target: Which modules, as in ``attach``; each has to return a row for each token, or be given one.
         sequences: Token ids. Those of one length run together, without padding, so the order on disk may be another.
-        folder: Where to; it may hold an earlier part. One run at a time writes to it.
+        folder: Where to.
         role: In place of ``target``, the role of the modules in a language model, such as ``"resid"`` or ``"mlp"``; see
             ``attach``.
         inputs: Write what goes into each module in place of what it returns, under its name with ``"/input"``: the main
             tensor of the positional arguments, else ``hidden_states``, else that of the keyword arguments, as it was
             when the call began. ``capture`` keeps both; here a second call with the same folder adds the other side.
         batch_size: At most so many sequences in one forward.
-        max_bytes: How many bytes of activations the folder may hold in all; a batch that would pass it ends the run.
+        max_bytes: How many bytes of activations to write at most; a batch that would pass it ends the run.
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model, target)
@@ -120,112 +118,82 @@ def export_activations(
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
-    options = ExportOptions(
-        Path(folder),
-        checked(f"{_NAME}: positions", positions, Positions),
-        max_bytes=None if max_bytes is None else checked(f"{_NAME}: max_bytes", max_bytes, int),
-        inputs=checked(f"{_NAME}: inputs", inputs, bool),
-    )
     checked(f"{_NAME}: batch_size", batch_size, int)
-    names = [name + INPUT if inputs else name for name, _ in select(model, target)]
-    with _only_writer(options.folder):
-        earlier = written_so_far(options.folder)
-        _compare_weights(model, options.folder, begun=bool(earlier.bytes))
-        due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
-        hook = (ExportInputs if inputs else Export)(options, queue_bytes=_QUEUE, earlier=earlier)
-        ran = 0
-        try:
-            with _attached(model, target, hook):
-                for rows in _batches(due, batch_size):
-                    _run(model, rows)
-                    hook.wait_until_written()
-                    _check_dropped(hook.to_metrics(), batch_size)
-                    if hook.is_full:
-                        break
-                    ran += len(rows)
-        finally:
-            hook.close()
-        return ExportedRun(ran, due.skipped, written_so_far(options.folder).bytes, hook.is_full)
+    only_last = checked(f"{_NAME}: positions", positions, Positions) == "last"
+    limit = float("inf") if max_bytes is None else checked(f"{_NAME}: max_bytes", max_bytes, int)
+    path = Path(folder)
+    _check_new(path, [name + INPUT if inputs else name for name, _ in select(model, target)])
+    taken = _BatchItems(only_last=only_last)
+    ran, is_full, shards = 0, False, Shards(path)
+    try:
+        with _attached(model, target, taken, inputs=inputs):
+            for rows in _batches(_named(sequences), batch_size):
+                items = taken.of(model, rows)
+                is_full = shards.bytes + sum(item.bytes for item in items) > limit
+                if is_full:
+                    break
+                for item in items:
+                    shards.add(pieces_of(item))
+                if shards.size >= SHARD_BYTES:
+                    shards.complete()
+                ran += len(rows)
+        shards.complete()
+    finally:
+        shards.close()
+    return ExportedRun(ran, shards.bytes, is_full)
 
 
-def _attached(model: nn.Module, target: Target, hook: Export) -> HookHandle:
-    if isinstance(hook, ExportInputs):
-        kind = Kind.FORWARD_PRE
-        return attach(model, target, hook.take_arguments, on=kind, with_kwargs=True, observe=True, name=_NAME)
-    return attach(model, target, hook, observe=True, name=_NAME)
-
-
-def _compare_weights(model: nn.Module, folder: Path, *, begun: bool) -> None:
-    """Raise if the folder has activations of other weights; else keep what they are known by."""
-    path, known_by = folder / _MODEL, _fingerprint(model)
-    if not begun or not path.exists():
-        replace_file(path, known_by)  # half of it, left by a kill, would be another model
-    elif path.read_text() != known_by:
+def _check_new(folder: Path, modules: list[str]) -> None:
+    there = {line["module"] for line in index_lines(folder)} if folder.is_dir() else set()
+    if there.intersection(modules):
         raise OptionError(
-            f"{_NAME}: {folder} holds activations of a model with other weights; choose another folder, or delete it."
+            f"{_NAME}: {folder} has activations of {', '.join(sorted(there.intersection(modules)))} from an earlier "
+            "call; choose another folder, or delete it."
         )
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Return a text that changes with the weights: a hash over names, shapes and some numbers of each parameter."""
-    found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if type(parameter.data) is torch.Tensor and not parameter.is_meta:  # what is sharded has no numbers of its own
-            numbers = parameter.detach().reshape(-1)
-            some = numbers[:: max(1, numbers.numel() // _COMPARED)][:_COMPARED]
-            some = torch.view_as_real(some) if some.is_complex() else some
-            found.update(some.double().cpu().numpy().tobytes())
-    return found.hexdigest()
+class _BatchItems:
+    """Take what modules return, or are given, in the forward of one batch."""
 
-
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder for one run: two at once would write every sequence twice."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
-    lock = take_lock(path)
-    if lock is None:
-        raise OptionError(
-            f"{_NAME}: another run (process {lock_holder(path)}) writes to {folder}; wait for its end, or choose "
-            "another folder."
-        )
-    with lock:
-        yield
-
-
-class _DueSequences:
-    """Give the sequences that have to be run, with their names; compare the others with what is on disk."""
-
-    def __init__(
-        self, sequences: Iterable[Sequence[int]], modules: list[str], earlier: WrittenSoFar, *, only_last: bool
-    ) -> None:
-        self._sequences = sequences
-        self._modules = modules
-        self._earlier = earlier
+    def __init__(self, *, only_last: bool) -> None:
         self._only_last = only_last
-        self.skipped = 0
-        """How many are on disk so far."""
+        self._items: list[ExportItem] = []
+        self._call = 0
 
-    def __iter__(self) -> Iterator[_NamedSequence]:
-        """Yield name and token ids."""
-        for number, given in enumerate(self._sequences):
-            name, ids = f"sequence-{number}", _token_ids(number, given)
-            if self._is_there(name, ids):
-                self.skipped += 1
-            else:
-                yield name, ids
+    def of(self, model: nn.Module, rows: list[_NamedSequence]) -> list[ExportItem]:
+        """Run one batch of sequences of one length; return its items, on the CPU."""
+        self._items = []
+        self._call += 1
+        _run(model, rows)
+        return self._items
 
-    def _is_there(self, name: str, ids: list[int]) -> bool:
-        first = len(ids) - 1 if self._only_last else 0
-        wanted = summary_of(ids[first:], range(first, len(ids)))
-        found = [self._earlier.begun.get((module, name)) for module in self._modules]
-        if any(each not in (None, wanted) for each in found):
-            raise OptionError(
-                f"{_NAME}: {name} is in the folder with other tokens or other positions than now. Give the sequences "
-                "and positions= of the first run, or choose another folder."
-            )
-        return None not in found
+    def take_output(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> None:
+        """Take the output of a module."""
+        self._take(site.name, output_tensor(output))
+
+    def take_inputs(self, module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site) -> None:
+        """Take the main tensor of the arguments of a module."""
+        self._take(site.name + INPUT, find_main_input(inputs, named))
+
+    def _take(self, name: str, tensor: Tensor | None) -> None:
+        local = measurable(tensor)
+        if local is not None and can_store(local):
+            item = item_of(name, self._call, local, current_tokens(), last=self._only_last)
+            if item is not None:
+                item.tensor = item.tensor.to("cpu", copy=True)
+                self._items.append(item)
+
+
+def _attached(model: nn.Module, target: Target, taken: _BatchItems, *, inputs: bool) -> HookHandle:
+    if inputs:
+        kind = Kind.FORWARD_PRE
+        return attach(model, target, taken.take_inputs, on=kind, with_kwargs=True, observe=True, name=_NAME)
+    return attach(model, target, taken.take_output, observe=True, name=_NAME)
+
+
+def _named(sequences: Iterable[Sequence[int]]) -> Iterator[_NamedSequence]:
+    for number, given in enumerate(sequences):
+        yield f"sequence-{number}", _token_ids(number, given)
 
 
 def _token_ids(number: int, given: Any) -> list[int]:
@@ -241,31 +209,13 @@ def _token_ids(number: int, given: Any) -> list[int]:
     return ids
 
 
-def _batches(due: Iterable[_NamedSequence], size: int) -> Iterator[list[_NamedSequence]]:
+def _batches(sequences: Iterable[_NamedSequence], size: int) -> Iterator[list[_NamedSequence]]:
     """Yield batches of sequences of one length, which need no padding: not every model can be told what is padding."""
-    waiting: dict[int, list[_NamedSequence]] = {}
-    count = 0
-    for each in due:
-        same = waiting.setdefault(len(each[1]), [])
-        same.append(each)
-        count += 1
-        if len(same) < size:
-            if count < _WAITING * size:
-                continue
-            same = next(iter(waiting.values()))  # the longest wait; else memory would grow with the dataset
-        count -= len(same)
-        yield waiting.pop(len(same[0][1]))
-    yield from waiting.values()
-
-
-def _check_dropped(metrics: dict[str, float], batch_size: int) -> None:
-    if metrics["errors"]:
-        raise OSError(f"{_NAME}: the folder cannot be written; see the log of hookline.factories.export.")
-    if metrics["dropped"] and not metrics["stopped"]:
-        raise OptionError(
-            f"{_NAME}: a batch of {batch_size} sequences has more than {_QUEUE} bytes of activations; "
-            "choose a smaller batch_size, or fewer modules."
-        )
+    rest = iter(sequences)
+    while some := sorted(itertools.islice(rest, _TOGETHER * size), key=lambda each: len(each[1])):
+        for _, same in itertools.groupby(some, key=lambda each: len(each[1])):
+            while batch := list(itertools.islice(same, size)):
+                yield batch
 
 
 def _run(model: nn.Module, rows: list[_NamedSequence]) -> None:

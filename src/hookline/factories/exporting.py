@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.export_files import ExportItem, Shards, WrittenSoFar, can_store, pieces_of
+from hookline.factories import export_files
+from hookline.factories.export_files import ExportItem, Shards, can_store, item_of, pieces_of
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import Positions, Stage, measurable, only_in_stage, output_tensor, running
+from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, output_tensor, running
 from hookline.observe.patch.parts import find_main_input
 from hookline.observe.tokens import sent_to_host
 from hookline.sites import _torch
@@ -44,13 +45,11 @@ _QUEUE_BYTES: Final = 256 << 20
 _FLUSH_SECONDS: Final = 5.0
 """After how long a smaller shard is completed."""
 _LOOK: Final = 0.25
-"""Seconds between two checks whether a shard has been open for too long."""
+"""Seconds between two checks whether a shard has been held for too long."""
 _NAP: Final = 0.03
-"""Seconds that the thread waits for more outputs, unless a quarter of the queue is full: a thread that wakes up, or
-returns from the disk, takes the interpreter from the forward. With one that did so for each output, the export of one
-layer made a decoding forward on an H200 take 9 % longer."""
-_TOGETHER: Final = 16 << 20
-"""Bytes that are copied to the host together, in pinned memory."""
+"""Seconds that the thread waits for more outputs: a thread that wakes up, or returns from the disk, takes the
+interpreter from the forward. With one that did so for each output, the export of one layer made a decoding forward on
+an H200 take 9 % longer."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,6 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(f"export: {self.folder} is a file, and folder has to be a folder.")
-        if self.inputs and self.phase != "both":
-            raise OptionError(
-                "export: inputs goes with both phases; leave phase out: each record says of which it is (record.phase)."
-            )
         if self.inputs and self.add_residual:
             raise OptionError(
                 "export: add_residual is for a pair that a module returns, and inputs writes what it gets."
@@ -103,8 +98,7 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
     five seconds.
     """
     options = read_options("export", ExportOptions, config)
-    kind = ExportInputs if options.inputs else only_in_stage(Export, options.phase)
-    return kind(options)
+    return ExportInputs(options) if options.inputs else Export(options)
 
 
 @dataclass(slots=True)
@@ -121,55 +115,43 @@ class Export(Observer):
 
     name = "export"
 
-    def __init__(
-        self, options: ExportOptions, *, queue_bytes: int = _QUEUE_BYTES, earlier: WrittenSoFar | None = None
-    ) -> None:
-        self.folder = options.folder
-        self._queue = _ExportQueue(options, queue_bytes, earlier)
-        self._only_last = options.positions == "last"
-        self._add_residual = options.add_residual
+    def __init__(self, options: ExportOptions, *, queue_bytes: int = _QUEUE_BYTES) -> None:
+        self._options = options
+        self._queue = _ExportQueue(options, queue_bytes)
         side = INPUT if options.inputs else ""
         self._calls = ByModule(lambda name: _ModuleCalls(name + side))
         self._lock = threading.Lock()
         self._unread = 0
+        self._has_logged = False
         # The queue does not refer to this object: it is closed when the hook is deleted, or when the process ends.
         self._finalizer = weakref.finalize(self, self._queue.close)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Queue the output of a module."""
-        if not _torch.in_recomputation() and self._queue.is_ours():  # else it was taken the first time
-            self._take(module, site, inputs, output_tensor(output, self._add_residual))
+        self._take(module, site, inputs, output_tensor(output, self._options.add_residual))
 
     def _take(self, module: nn.Module, site: Site | None, inputs: Any, taken: Tensor | None) -> None:
-        seen = self._calls.of(module, site)
+        if _torch.in_recomputation():  # it was taken the first time
+            return
+        seen, tokens, options = self._calls.of(module, site), running(inputs), self._options
         with self._lock:
             call = seen.calls
             seen.calls = call + 1
         tensor = measurable(taken)
         if tensor is None or not can_store(tensor):
             self._unread += 1
-            return
-        rows = running(inputs)
-        is_flat = rows is not None and rows.width is None
-        is_last = self._only_last and tensor.dim() == 3 and not is_flat
-        if is_last:  # of (batch, sequence, features), padded on the left, the last column
-            tensor = tensor[:, -1:]
-        size = tensor.numel() * tensor.element_size()
-        if self._queue.reserve(size):
-            self._queue.put(_copied(ExportItem(seen.name, call, tensor, size, rows, self._only_last, is_last)))
+        elif tokens is None and options.phase != "both":
+            if not self._has_logged:
+                self._has_logged = True
+                log_unknown(self.name, "phase")
+        else:
+            item = item_of(seen.name, call, tensor, tokens, last=options.positions == "last", stage=options.phase)
+            if item is not None and self._queue.reserve(item.bytes):
+                self._queue.put(_copied(item))
 
     def to_metrics(self) -> dict[str, float]:
         """Return what was written, waits and was dropped; ``unread`` had no numbers, or none that can be stored."""
         return self._queue.to_metrics() | {"unread": float(self._unread)}
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether ``max_bytes`` has ended it."""
-        return self._queue.is_full
-
-    def wait_until_written(self) -> None:
-        """Wait until nothing waits to be written, for a run that may wait; the last file stays open."""
-        self._queue.wait_until_written()
 
     def close(self) -> None:
         """Write what waits, and complete the last file."""
@@ -181,20 +163,13 @@ class ExportInputs(Export):
 
     def __call__(self, module: nn.Module, inputs: Any, *, site: Site | None = None) -> None:  # type: ignore[override]
         """Queue the main tensor of the positional arguments."""
-        self.take_arguments(module, inputs, {}, site=site)
-
-    def take_arguments(
-        self, module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site | None = None
-    ) -> None:
-        """Queue the main tensor of the arguments, positional or ``named``, as a hook that is given both."""
-        if not _torch.in_recomputation() and self._queue.is_ours():
-            self._take(module, site, inputs, find_main_input(inputs, named))
+        self._take(module, site, inputs, find_main_input(inputs, {}))
 
 
 def _copied(item: ExportItem) -> ExportItem:
     """Return the item with its own tensors: the forward may change these in place."""
-    if item.rows is not None:
-        item.rows = item.rows.with_tensors(lambda value: value.clone() if isinstance(value, Tensor) else value)
+    if item.tokens is not None:
+        item.tokens = item.tokens.with_tensors(lambda value: value.clone() if isinstance(value, Tensor) else value)
     item.tensor = item.tensor.clone(memory_format=torch.contiguous_format)
     if item.tensor.device.type == "cuda":
         make: Any = torch.cuda.Event
@@ -204,43 +179,40 @@ def _copied(item: ExportItem) -> ExportItem:
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
-for _hook in (Export.__call__, ExportInputs.__call__, ExportInputs.take_arguments):
+for _hook in (Export.__call__, ExportInputs.__call__):
     _torch.leave_to_python(_hook)
 
 
-class _ExportQueue:
-    """The queue of one hook; its thread starts with the first tensor."""
+# -- between the forward and the disk --------------------------------------------------------------------------
 
-    def __init__(self, options: ExportOptions, queue_bytes: int, earlier: WrittenSoFar | None) -> None:
+
+class _ExportQueue:
+    """Write tensors from a thread of its own, and count them."""
+
+    def __init__(self, options: ExportOptions, queue_bytes: int) -> None:
         self._folder = options.folder
         self._max_bytes, self._queue_bytes = options.max_bytes, queue_bytes
-        self._earlier = earlier or WrittenSoFar()
         self._items: queue.SimpleQueue[ExportItem | None] = queue.SimpleQueue()
-        self._hurry = threading.Event()
-        """Set when the thread should not wait for more."""
+        self._is_closing = threading.Event()
         self._lock = threading.Lock()
         """Held for counting alone, never while something is written."""
-        self._written = threading.Condition(self._lock)
-        """Notified when what waited has been written, or dropped."""
-        self._accepted = self._earlier.bytes
-        self._queued = self._dropped = self._dropped_bytes = self._errors = 0
-        self.is_full = False
-        """Whether ``max_bytes`` has ended it."""
+        self._accepted = self._queued = self._dropped = self._errors = 0
+        self._held = 0
+        """Outputs that are in no complete file yet."""
         self._stopped = ""
         """Why nothing more is taken, if that is so."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        """A forked process has no thread, and its locks may stay locked."""
         self._shards: Shards | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def is_ours(self) -> bool:
-        """Return whether this process has made it: a forked one has no thread, and its locks may stay locked."""
-        return os.getpid() == self._process
 
     # -- in the forward ----------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> bool:
         """Reserve ``size`` bytes; return False, and count what is dropped, if there is no room."""
+        if os.getpid() != self._process:
+            return False
         with self._lock:
             has_room = not self._stopped and self._queued + size <= self._queue_bytes
             is_over = has_room and self._max_bytes is not None and self._accepted + size > self._max_bytes
@@ -248,121 +220,104 @@ class _ExportQueue:
                 self._accepted += size
                 self._queued += size
                 return True
-            self._drop(1, size)
+            self._dropped += 1
             if is_over:
-                self.is_full = True
                 self._stopped = f"more than max_bytes ({self._max_bytes}) is asked for"
                 logger.warning("Export stops: %s; %d bytes were taken", self._stopped, self._accepted)
             return False
 
     def put(self, item: ExportItem) -> None:
         """Queue a tensor, for which `reserve` has returned True, to be written."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="hookline-export", daemon=True)
-                    self._thread.start()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hookline-export", daemon=True)
+                self._thread.start()
         self._items.put(item)
-        if self._queued * 4 > self._queue_bytes:
-            self._hurry.set()
-
-    def _drop(self, count: int, size: int) -> None:
-        self._dropped += count
-        self._dropped_bytes += size
 
     # -- in the thread -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
         is_over = False
         while not is_over:
-            items, is_over = self._next_items()
-            try:
-                self._write(items)
-                if self._shards is not None and (is_over or self._shards.age > _FLUSH_SECONDS):
-                    self._shards.complete()
-            except Exception as error:  # a full disk, say: the run goes on without the export
-                self._fail(error)
-            with self._lock:
-                self._queued -= sum(item.bytes for item in items)
-                lost = [item.bytes for item in items if self._errors and not item.is_taken]
-                self._drop(len(lost), sum(lost))
-                self._written.notify_all()
+            items = self._next_items()
+            is_over = None in items
+            for item in items:
+                if item is not None:
+                    size = item.bytes
+                    self._write_or_fail(item)
+                    with self._lock:
+                        self._queued -= size
+            if is_over or (self._shards is not None and self._shards.age > _FLUSH_SECONDS):
+                self._write_or_fail(None)
         if self._shards is not None:
-            self._shards.abandon()
+            self._shards.close()
 
-    def _next_items(self) -> tuple[list[ExportItem], bool]:
-        """Return waiting items, after a short wait for more, and whether they are the last."""
+    def _next_items(self) -> list[ExportItem | None]:
+        """Return waiting items, after a short wait for more; None comes after the last."""
         found: list[ExportItem | None] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._items.get(timeout=_LOOK))
-            if found[0] is not None and self._items.empty():
-                self._hurry.wait(_NAP)
-            self._hurry.clear()
-            while found[-1] is not None and sum(item.bytes for item in found if item is not None) < _TOGETHER:
+            self._is_closing.wait(_NAP)
+            while True:
                 found.append(self._items.get_nowait())
-        return [item for item in found if item is not None], None in found
+        return found
 
-    def _write(self, items: list[ExportItem]) -> None:
-        if self._errors or not items:
+    def _write_or_fail(self, item: ExportItem | None) -> None:
+        """Write an item, or with None what is held; when that fails, the export ends, and the run goes on."""
+        if self._errors:
+            self._dropped += item is not None
             return
-        if self._shards is None:
-            self._shards = Shards(self._folder)
-        self._bring_to_host(items)
-        with torch.inference_mode(False), torch.no_grad():
-            for item in items:
-                item.is_taken = True
-                for piece in pieces_of(item):
-                    if not self._earlier.has(piece.line):
-                        self._shards.add(piece)
+        try:
+            self._write(item)
+        except Exception as error:
+            logger.error("Export stops, and the run goes on: %s: %s", type(error).__name__, error)
+            with self._lock:
+                self._stopped, self._errors = str(error), 1
+                self._dropped += self._held
+                if self._shards is not None:
+                    self._shards.close()
 
-    def _bring_to_host(self, items: list[ExportItem]) -> None:
-        """Replace the tensors of items by copies on the host, made on a stream of its own; one wait for each device."""
-        until_copied = [item.tensor for item in items]
-        with torch.inference_mode(False), torch.no_grad():
-            for item in items:
-                device = item.tensor.device
-                if device.type != "cuda":
-                    item.tensor = item.tensor.cpu()
-                    continue
-                make: Any = torch.cuda.Stream
-                stream = self._streams[device] = self._streams.get(device) or make(device)
-                with torch.cuda.stream(stream):
-                    item.ready.wait(stream)
-                    item.tensor = sent_to_host(item.tensor)
-                    item.rows = None if item.rows is None else item.rows.with_tensors(sent_to_host)
-        for stream in self._streams.values():
-            make = torch.cuda.Event
-            arrived = make(blocking=True)  # does not spin, as waiting for the stream would
+    def _write(self, item: ExportItem | None) -> None:
+        shards = self._shards
+        if item is not None:
+            self._held += 1
+            shards = self._shards = shards or Shards(self._folder)
+            with torch.inference_mode(False), torch.no_grad():
+                self._bring_to_host(item)
+                shards.add(pieces_of(item))
+        if shards is not None and (item is None or shards.size >= export_files.SHARD_BYTES):
+            shards.complete()
+            self._held = 0
+
+    def _bring_to_host(self, item: ExportItem) -> None:
+        """Copy the tensors of an item to the host, on a stream that no forward uses."""
+        device = item.tensor.device
+        if device.type != "cuda":
+            item.tensor = item.tensor.cpu()
+            return
+        cuda: Any = torch.cuda
+        stream = self._streams[device] = self._streams.get(device) or cuda.Stream(device)
+        on_device = item.tensor  # until it is copied
+        with torch.cuda.stream(stream):
+            item.ready.wait(stream)
+            item.tensor = sent_to_host(on_device)
+            item.tokens = None if item.tokens is None else item.tokens.with_tensors(sent_to_host)
+            arrived = cuda.Event(blocking=True)  # does not spin, as waiting for the stream would
             arrived.record(stream)
-            arrived.synchronize()
-        del until_copied
-
-    def _fail(self, error: Exception) -> None:
-        logger.error("Export stops, and the run goes on: %s: %s", type(error).__name__, error)
-        with self._lock:
-            self._stopped = str(error)
-            self._errors += 1
-            if self._shards is not None:
-                self._drop(*self._shards.abandon())
+        arrived.synchronize()
 
     # -- from outside ------------------------------------------------------------------------------------
 
-    def wait_until_written(self) -> None:
-        """Wait until nothing waits to be written."""
-        self._hurry.set()
-        with self._written:
-            self._written.wait_for(lambda: not self._queued)
-
     def close(self, timeout: float = 60.0) -> None:
         """Write all that was taken, and take no more; may be called again."""
-        if not self.is_ours():
+        if os.getpid() != self._process:
             return
         with self._lock:
             self._stopped = self._stopped or "it was closed"
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
+            self._is_closing.set()
             self._items.put(None)
-            self._hurry.set()
             thread.join(timeout)
             if thread.is_alive():
                 logger.error(
@@ -372,14 +327,11 @@ class _ExportQueue:
     def to_metrics(self) -> dict[str, float]:
         """Return the counts so far."""
         with self._lock:
-            shards = self._shards
             counts = {
-                "written_bytes": 0 if shards is None else shards.bytes,
-                "written_tensors": 0 if shards is None else shards.tensors,
+                "written_bytes": 0 if self._shards is None else self._shards.bytes,
+                "written_tensors": 0 if self._shards is None else self._shards.tensors,
                 "queued_bytes": self._queued,
                 "dropped": self._dropped,
-                "dropped_bytes": self._dropped_bytes,
-                "shards": 0 if shards is None else shards.count,
                 "errors": self._errors,
                 "stopped": bool(self._stopped),
             }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -93,18 +94,26 @@ class ByModule(Generic[_T]):
         self._make = make
         self._by_name: dict[str, _T] = {}
         self._by_id: dict[int, tuple[weakref.ref[nn.Module], _T]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         """By name, how many numbers behind it are taken: searching for a free one among 10,000 takes too long."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def of(self, module: nn.Module, site: Site | None) -> _T:
         """Return the state of a module."""
         if site is not None:
             return self.named(site.name, module)
+        found = self._known(module)
+        if found is None:
+            with self._lock:
+                found = self._known(module)  # another thread may have been here meanwhile
+                if found is None:
+                    found = self._new(self._free_name(module))
+                    self._by_id[id(module)] = (weakref.ref(module), found)
+        return found
+
+    def _known(self, module: nn.Module) -> _T | None:
         kept = self._by_id.get(id(module))
-        if kept is not None and kept[0]() is module:
-            return kept[1]
-        return self._unnamed(module)
+        return kept[1] if kept is not None and kept[0]() is module else None
 
     def named(self, name: str, module: nn.Module) -> _T:
         """Return the state of the module with that name in its model, which itself has none."""
@@ -113,9 +122,8 @@ class ByModule(Generic[_T]):
 
     def expect(self, names: Iterable[str]) -> None:
         """Make the states of modules with these names now; that of a model as a whole is named at its first call."""
-        for name in names:
-            if name and name not in self._by_name:
-                self._new(name)
+        for name in filter(None, names):
+            self._new(name)
 
     def items(self) -> list[tuple[str, _T]]:
         """Return names and states, in the order in which they were made."""
@@ -132,26 +140,16 @@ class ByModule(Generic[_T]):
                 self._by_name[name] = self._make(name)
             return self._by_name[name]
 
-    def _unnamed(self, module: nn.Module) -> _T:
-        """Return the state of a module without a site."""
-        with self._lock:
-            kept = self._by_id.get(id(module))
-            if kept is not None and kept[0]() is module:
-                return kept[1]
-            name = self._free(_own_name(module), type(module).__name__)
-            state = self._by_name[name] = self._make(name)
-            self._by_id[id(module)] = (weakref.ref(module), state)
-            return state
-
-    def _free(self, wanted: str | None, kind: str) -> str:
+    def _free_name(self, module: nn.Module) -> str:
+        wanted = _own_name(module)
         if wanted is not None and wanted not in self._by_name:
             return wanted
-        stem = wanted or kind
-        count = self._counts.get(stem, 0)
-        while f"{stem}.{count}" in self._by_name:  # a module may say of itself that it is called so
-            count += 1
-        self._counts[stem] = count + 1
-        return f"{stem}.{count}"
+        stem = wanted or type(module).__name__
+        while True:  # a module may say of itself that it is called so
+            name = f"{stem}.{self._counts[stem]}"
+            self._counts[stem] += 1
+            if name not in self._by_name:
+                return name
 
 
 def _own_name(module: nn.Module) -> str | None:

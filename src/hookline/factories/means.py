@@ -101,27 +101,19 @@ class RecordMean(Observer):
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each module so far, in float32 on the CPU."""
-        return {name: mean for name, (mean, _) in self._counted_means().items()}
-
-    def tokens(self) -> dict[str, int]:
-        """Return over how many tokens (or samples) each mean is."""
-        return {name: count for name, (_, count) in self._counted_means().items()}
-
-    def _counted_means(self) -> dict[str, tuple[Tensor, int]]:
-        """Return the mean of each module, and over how many tokens it is."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             seen = [(name, each.total, each.count) for name, each in self._sums.items() if each.total is not None]
             totals = on_host(total for _, total, _ in seen)
-            return {
-                name: ((total.double() / count).float(), count)
-                for (name, _, count), total in zip(seen, totals, strict=True)
-            }
+            return {name: (total.double() / n).float() for (name, _, n), total in zip(seen, totals, strict=True)}
+
+    def tokens(self) -> dict[str, int]:
+        """Return over how many tokens (or samples) each mean is."""
+        return {name: each.count for name, each in self._sums.items() if each.count}
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, the number of tokens and the norm of the mean."""
-        found = self._counted_means()
-        metrics = {f"{name}/tokens": float(count) for name, (_, count) in found.items()}
-        return metrics | {f"{name}/norm": float(mean.norm()) for name, (mean, _) in found.items()}
+        metrics = {f"{name}/tokens": float(count) for name, count in self.tokens().items()}
+        return metrics | {f"{name}/norm": float(mean.norm()) for name, mean in self.means().items()}
 
     def save(self, file: str | Path | None = None) -> Path:
         """Write the means so far to a safetensors file, and return its path."""
@@ -131,10 +123,8 @@ class RecordMean(Observer):
         if target is None:
             raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        found = self._counted_means()
-        tokens = {f"tokens/{name}": str(count) for name, (_, count) in found.items()}
-        means = {name: mean for name, (mean, _) in found.items()}
-        replace_file(target, lambda draft: save_file(means, draft, metadata=tokens))
+        tokens = {f"tokens/{name}": str(count) for name, count in self.tokens().items()}
+        replace_file(target, lambda draft: save_file(self.means(), draft, metadata=tokens))
         return target
 
     def close(self) -> None:

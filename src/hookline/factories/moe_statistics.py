@@ -35,7 +35,6 @@ class MoeOptions:
     """The config of ``moe_routing``."""
 
     top_k: int | None = None
-    every: int = 1
     phase: Stage = "both"
     per_expert: bool = False
 
@@ -53,8 +52,8 @@ def moe_routing(config: Mapping[str, Any] | None = None) -> MoeRouting:
 
     Args:
         config: ``top_k``: how many experts each token goes to, for a router that neither returns its choice nor has an
-            attribute ``top_k``. ``every``: look at each n-th call of a router. ``phase``: ``"prefill"`` or
-            ``"decode"`` of a served model alone. ``per_expert``: report the share of each expert too.
+            attribute ``top_k``. ``phase``: ``"prefill"`` or ``"decode"`` of a served model alone. ``per_expert``:
+            report the share of each expert too.
     """
     options = read_options("moe_routing", MoeOptions, config)
     return only_in_stage(MoeRouting, options.phase)(options)
@@ -76,10 +75,7 @@ class MoeRouting(Observer):
             return
         counts = self._counts.of(module, site)
         with self._lock:
-            call = counts.calls
-            counts.calls = call + 1
-            if call % self._options.every == 0:
-                counts.add(module, output)
+            counts.add(module, output)
 
     def to_metrics(self) -> dict[str, float]:
         """Return for each router: tokens, load, entropies and dead experts; one transfer from each device."""
@@ -126,7 +122,6 @@ class RoutingCounts:
 
     def __init__(self, name: str, top_k: int | None = None) -> None:
         self.name = name
-        self.calls = 0
         self.row: Tensor | None = None
         """None before the first output."""
         self._top_k = top_k

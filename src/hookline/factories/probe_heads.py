@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import checked
 from hookline.files import replace_file
-from hookline.tables import Table, number_text
+from hookline.tables import number_text
 
 __all__ = ["ProbeHead", "train_probe"]
 
@@ -43,21 +43,18 @@ class ProbeHead:
 
     def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, float] | None = None) -> None:
         _check_layers(layers)
-        net = _network([layers[0][0].shape[1], *(len(bias) for _, bias in layers)], layers[0][0].device)
+        self.net = _network([layers[0][0].shape[1], *(len(bias) for _, bias in layers)])
+        """Leads from activations to the number behind a probability."""
         with torch.no_grad():
-            for linear, pair in zip(_linear(net), layers, strict=True):
-                linear.weight.copy_(pair[0])
-                linear.bias.copy_(pair[1])
-        self._nets = {layers[0][0].device: net.requires_grad_(False)}
+            for linear, (weight, bias) in zip(_linear(self.net), layers, strict=True):
+                linear.weight.copy_(weight)
+                linear.bias.copy_(bias)
+        self.net.requires_grad_(False)
+        self._on: dict[torch.device, nn.Sequential] = {torch.device("cpu"): self.net}
         self.threshold = threshold
         """The score above which a token is flagged."""
         self.facts = dict(facts or {})
         """What is known of its training: ``rows``, ``train_accuracy``, ``held_out_accuracy``."""
-
-    @property
-    def net(self) -> nn.Sequential:
-        """Return the network that leads from activations to the number behind a probability."""
-        return next(iter(self._nets.values()))
 
     @property
     def width(self) -> int:
@@ -67,16 +64,6 @@ class ProbeHead:
     def __repr__(self) -> str:
         facts = "".join(f", {name} {number_text(value)}" for name, value in self.facts.items())
         return f"<ProbeHead of {self.width} features{facts}; scores(activations) gives probabilities>"
-
-    def _repr_html_(self) -> str:
-        sizes = [each.in_features for each in _linear(self.net)]
-        shown = {
-            **dict(zip(("features", "hidden units"), sizes, strict=False)),
-            "threshold": self.threshold,
-            **self.facts,
-        }
-        rows = [(name.replace("_", " "), number_text(value)) for name, value in shown.items()]
-        return Table(("ProbeHead", ""), rows, numbers=(1,)).html()
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Return a probability for each row of ``hidden``, in float32, on its device."""
@@ -89,10 +76,10 @@ class ProbeHead:
                 f"The probe is for {self.width} features, and the activations are of shape {tuple(hidden.shape)}: "
                 "put it on the module that it was trained on."
             )
-        net = self._nets.get(hidden.device)
+        net = self._on.get(hidden.device)
         if net is None:
             with torch.inference_mode(False):
-                net = self._nets[hidden.device] = copy.deepcopy(self.net).to(hidden.device)
+                net = self._on[hidden.device] = copy.deepcopy(self.net).to(hidden.device)
         found: Tensor = net(hidden.detach().float()).squeeze(-1)
         return found
 
@@ -100,9 +87,8 @@ class ProbeHead:
         """Write the head to a safetensors file, with its threshold and facts."""
         from safetensors.torch import save_file
 
-        tensors = {name: tensor.cpu() for name, tensor in self.net.state_dict().items()}
         about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
-        replace_file(Path(path), lambda draft: save_file(tensors, draft, metadata=about))
+        replace_file(Path(path), lambda draft: save_file(self.net.state_dict(), draft, metadata=about))
 
     @classmethod
     def load(cls, path: str | Path) -> ProbeHead:
@@ -131,10 +117,8 @@ class ProbeHead:
     def from_plain(cls, given: Mapping[str, Any]) -> ProbeHead:
         """Return the head that `to_plain` has described."""
         try:
-            layers = [
-                (torch.tensor(each["weight"], dtype=torch.float32), torch.tensor(each["bias"], dtype=torch.float32))
-                for each in given["layers"]
-            ]
+            pairs = [(each["weight"], each["bias"]) for each in given["layers"]]
+            layers = [(torch.tensor(weight).float(), torch.tensor(bias).float()) for weight, bias in pairs]
             return cls(layers, threshold=float(given.get("threshold", 0.5)))
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise OptionError(
@@ -143,15 +127,12 @@ class ProbeHead:
             ) from None
 
 
-def _network(sizes: Sequence[int], device: torch.device) -> nn.Sequential:
-    """Return linear layers of these sizes with a ReLU between two of them; their numbers are not set."""
-    net = nn.Sequential()
-    for inputs, outputs in pairwise(sizes):
-        if len(net):
-            net.append(nn.ReLU())
-        make: Any = nn.utils.skip_init  # leaves random streams alone
-        net.append(make(nn.Linear, inputs, outputs, device=device))
-    return net
+def _network(sizes: Sequence[int], seed: int = 0) -> nn.Sequential:
+    """Return linear layers of these sizes with a ReLU between two of them; random streams are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        layers = [layer for pair in pairwise(sizes) for layer in (nn.ReLU(), nn.Linear(*pair, device="cpu"))]
+    return nn.Sequential(*layers[1:])
 
 
 def _linear(net: nn.Sequential) -> list[nn.Linear]:
@@ -217,25 +198,24 @@ def train_probe(
         if bool(y[train].min() == y[train].max()):
             raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
         mean, scale = x[train].mean(0), x[train].std(0).clamp_min(1e-6)
-        net = _first_network([x.shape[1], hidden, 1] if hidden else [x.shape[1], 1], seed, x.device)
+        net = _network([x.shape[1], hidden, 1] if hidden else [x.shape[1], 1], seed).to(x.device)
         _fit(net, (x[train] - mean) / scale, y[train], weight_decay)
         layers = [(each.weight.detach(), each.bias.detach()) for each in _linear(net)]
         weight, bias = layers[0]
         layers[0] = weight / scale, bias - (weight / scale) @ mean
         head = ProbeHead(layers, threshold=threshold)
-        accuracies = {"train_accuracy": _accuracy(head, x, y, train), "held_out_accuracy": _accuracy(head, x, y, test)}
-        head.facts = {"rows": len(x), **accuracies}
+        right = (head.scores(x) > 0.5) == y.bool()
+        accuracies = [float(right[rows].float().mean()) for rows in (train, test)]  # NaN if none is held out
+        head.facts = dict(zip(_FACTS, (len(x), *accuracies), strict=True))
     return head
 
 
 def _split(groups: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return the rows to train on and the rows to hold out, whole groups of each."""
     names, group = torch.unique(groups, return_inverse=True)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
-    place = order.argsort().to(group.device)[group]  # of the group of each row
-    rows = place.argsort(stable=True)
-    train = int((place < len(names) - int(len(names) * held_out)).sum())
-    return rows[:train], rows[train:]
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).to(group.device)
+    is_train = order[group] < len(names) - int(len(names) * held_out)
+    return is_train.nonzero().flatten(), (~is_train).nonzero().flatten()
 
 
 def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,13 +225,10 @@ def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor
             "train_probe takes activations as a tensor of (rows, features), or (batch, tokens, features)."
         )
     x = activations.detach().clone().reshape(-1, activations.shape[-1]).float()
-    y = _one_for_each(labels, len(x), "labels", "0 and 1; -100 leaves a row out").to(x.device)
-    words = "whole numbers, such as the token ids"
-    group = torch.arange(len(x)) if groups is None else _one_for_each(groups, len(x), "groups", words)
-    if group.is_floating_point() or group.is_complex():
-        raise OptionError(f"train_probe: groups are {words}, got {group.dtype}.")
+    y = _one_for_each(labels, x, "labels")
+    group = _one_for_each(torch.arange(len(x)) if groups is None else groups, x, "groups")
     chosen = y != _IGNORED
-    x, y, group = x[chosen], y[chosen].float(), group.to(x.device)[chosen]
+    x, y, group = x[chosen], y[chosen].float(), group[chosen]
     if not len(y) or not bool(((y == 0) | (y == 1)).all()):
         raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.")
     if not bool(x.isfinite().all()):
@@ -259,25 +236,14 @@ def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor
     return x, y, group
 
 
-def _one_for_each(given: Any, rows: int, what: str, words: str) -> Tensor:
+def _one_for_each(given: Any, rows: Tensor, what: str) -> Tensor:
     try:
-        found = torch.as_tensor(given).detach().clone().reshape(-1)
+        found = torch.as_tensor(given).detach().clone().reshape(-1).to(rows.device)
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"train_probe: {what} are {words}.") from None
-    if len(found) != rows:
-        raise OptionError(f"train_probe: {what} are {words}; there are {rows} rows and {len(found)} {what}.")
+        raise OptionError(f"train_probe: {what} are whole numbers, one for each row.") from None
+    if len(found) != len(rows):
+        raise OptionError(f"train_probe: there are {len(rows)} rows and {len(found)} {what}.")
     return found
-
-
-def _first_network(sizes: Sequence[int], seed: int, device: torch.device) -> nn.Sequential:
-    """Return a network to begin with: random in front of hidden units, zeros where there are none."""
-    net, generator = _network(sizes, device), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for linear in _linear(net):
-            random = torch.randn(linear.weight.shape, generator=generator) * linear.in_features**-0.5
-            linear.weight.copy_(random * (len(sizes) > 2))
-            linear.bias.zero_()
-    return net
 
 
 def _fit(net: nn.Sequential, x: Tensor, y: Tensor, weight_decay: float) -> None:
@@ -291,9 +257,3 @@ def _fit(net: nn.Sequential, x: Tensor, y: Tensor, weight_decay: float) -> None:
     # Full batches of a small problem: a second-order method needs a tenth of the passes that Adam does.
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-
-
-def _accuracy(head: ProbeHead, x: Tensor, y: Tensor, rows: Tensor) -> float:
-    if not len(rows):
-        return float("nan")
-    return float(((head.scores(x[rows]) > 0.5).float() == y[rows]).float().mean())

@@ -19,7 +19,7 @@ from hookline.errors import OptionError
 from hookline.factories.activation_statistics import ActivationStats
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.probe_heads import ProbeHead
-from hookline.factories.request_notes import current_notes
+from hookline.factories.request_notes import RequestFlag, current_notes
 from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, only_in_stage, running
 from hookline.observe.tokens import Tokens
 from hookline.observe.watch.row import Layout, as_metrics
@@ -138,9 +138,8 @@ class Probe(ActivationStats):
             self._streaming.take(seen, picked.squeeze(-1))
             notes = current_notes() if self._action != "metric" else None
             if notes is not None:
-                notes.add(
-                    self.label, seen.name, chosen, picked, self.threshold, stops=self._action == "stop", hook=id(self)
-                )
+                flag = RequestFlag(self.label, seen.name, stops=self._action == "stop", hook=id(self))
+                notes.add(flag, chosen, picked, self.threshold)
 
     def _add_unserved(self, seen: StreamedModule, scores: Tensor) -> None:
         """Add scores of a forward without requests."""

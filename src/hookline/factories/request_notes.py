@@ -28,13 +28,13 @@ class RequestFlag:
 
     probe: str
     module: str
-    tokens: int
+    tokens: int = 1
     """How many tokens scored over the threshold."""
-    position: int | None
+    position: int | None = None
     """Which was the first of them in the sequence of prompt and answer, from 0."""
-    score: float
+    score: float = 1.0
     """The highest score."""
-    stops: bool
+    stops: bool = False
     """Whether the answer is to end."""
     hook: int = 0
     """Which hook it was: two may have one name."""
@@ -51,17 +51,6 @@ class RequestFlag:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    probe: str
-    module: str
-    chosen: ChosenTokens
-    values: Tensor
-    threshold: float
-    stops: bool
-    hook: int
-
-
 class RequestNotes:
     """Collect the notes of one forward.
 
@@ -69,42 +58,28 @@ class RequestNotes:
     """
 
     def __init__(self) -> None:
-        self._scores: list[_Scores] = []
+        self._noted: list[tuple[RequestFlag, ChosenTokens, Tensor, float]] = []
 
-    def add(
-        self,
-        probe: str,
-        module: str,
-        chosen: ChosenTokens,
-        values: Tensor,
-        threshold: float,
-        *,
-        stops: bool,
-        hook: int = 0,
-    ) -> None:
-        """Note the scores of tokens, one for each of the ``chosen`` tokens; ``hook`` tells probes of one name apart."""
-        self._scores.append(_Scores(probe, module, chosen, values, threshold, stops, hook))
+    def add(self, flag: RequestFlag, chosen: ChosenTokens, scores: Tensor, threshold: float) -> None:
+        """Note the score of each of the ``chosen`` tokens; one over ``threshold`` is a ``flag``, with its numbers."""
+        self._noted.append((flag, chosen, scores, threshold))
 
     def clear(self) -> None:
         """Drop the notes of a forward that failed."""
-        self._scores.clear()
+        self._noted.clear()
 
     def read(self) -> dict[str, list[RequestFlag]]:
         """Return the flags by request, and drop all notes; one transfer for each device."""
-        if not self._scores:
+        if not self._noted:
             return {}
-        noted, self._scores = self._scores, []
+        noted, self._noted = self._noted, []
         found: dict[str, list[RequestFlag]] = {}
-        for scores, values in zip(noted, on_host(each.values.flatten() for each in noted), strict=True):
-            for request, flag in _flags(scores, values.tolist()):
-                found.setdefault(request, []).append(flag)
+        all_scores = on_host(scores.flatten() for _, _, scores, _ in noted)
+        for (flag, chosen, _, threshold), scores in zip(noted, all_scores, strict=True):
+            for (request, position), score in zip(chosen.owners(), scores.tolist(), strict=True):
+                if score > threshold:
+                    found.setdefault(request, []).append(replace(flag, position=position, score=score))
         return {request: merge_flags(flags) for request, flags in found.items()}
-
-
-def _flags(scores: _Scores, values: list[float]) -> Iterator[tuple[str, RequestFlag]]:
-    for (request, position), value in zip(scores.chosen.owners(), values, strict=True):
-        if value > scores.threshold:
-            yield request, RequestFlag(scores.probe, scores.module, 1, position, value, scores.stops, scores.hook)
 
 
 def merge_flags(flags: list[RequestFlag]) -> list[RequestFlag]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -26,17 +26,17 @@ __all__ = ["LogShapes", "log_shapes"]
 
 logger = logging.getLogger("hookline.factories.log_shapes")
 
-_TensorKind = tuple[str, str, tuple[int, ...], torch.dtype, torch.device]
-"""A tensor: the side it is on, where it stands there, and its shape, dtype and device."""
+_TensorKind = tuple[str, tuple[int, ...], torch.dtype, torch.device]
+"""A tensor: where it stands in the output, and its shape, dtype and device."""
+_MOST: Final = 16
+"""Lines that a module may have."""
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
     """The config of ``log_shapes``."""
 
-    inputs: bool = False
     level: Literal["debug", "info", "warning"] = "info"
-    most: int = 16
 
 
 @tried_by()
@@ -49,11 +49,10 @@ def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
             model(x)  # layers.0: output (2, 8, 64) float32 cpu
 
     Args:
-        config: ``inputs``: log the positional inputs as well. ``level``: ``"debug"``, ``"info"`` or ``"warning"``.
-            ``most``: how many lines a module may have, since batches of all sizes would have one each.
+        config: ``level``: ``"debug"``, ``"info"`` or ``"warning"``. A module has at most 16 lines: batches of all sizes
+            would have one each.
     """
-    options = read_options("log_shapes", ShapeOptions, config)
-    return _LogBoth(options) if options.inputs else LogShapes(options)
+    return LogShapes(read_options("log_shapes", ShapeOptions, config))
 
 
 class LogShapes(Observer):
@@ -63,45 +62,27 @@ class LogShapes(Observer):
 
     def __init__(self, options: ShapeOptions) -> None:
         self._level = logging.getLevelNamesMapping()[options.level.upper()]
-        self._most = options.most
         self._seen: ByModule[tuple[str, set[tuple[_TensorKind, ...]]]] = ByModule(lambda name: (name, set()))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Log the shapes of an output, if they are new."""
-        self._note(module, site, _kinds("output", output))
-
-    def _note(self, module: nn.Module, site: Site | None, kinds: tuple[_TensorKind, ...]) -> None:
         name, seen = self._seen.of(module, site)
-        if kinds in seen or len(seen) > self._most:
+        kinds = tuple(
+            (path, shape_of(leaf), leaf.dtype, leaf.device) for path, leaf in leaves(output) if isinstance(leaf, Tensor)
+        )
+        if kinds in seen or len(seen) > _MOST:
             return
         seen.add(kinds)
-        if len(seen) > self._most:
-            logger.log(self._level, "%s: more than %d sets of shapes; no further ones are logged", name, self._most)
+        if len(seen) > _MOST:
+            logger.log(self._level, "%s: more than %d sets of shapes; no further ones are logged", name, _MOST)
         else:
             logger.log(self._level, "%s: %s", name, ", ".join(map(_text, kinds)) or "no tensors")
 
     def to_metrics(self) -> dict[str, float]:
-        """Return how many sets of shapes each module has shown, up to one more than ``most``."""
+        """Return how many sets of shapes each module has shown, up to one more than are logged."""
         return {f"{name}/shapes": float(len(seen)) for name, (_, seen) in self._seen.items()}
 
 
-class _LogBoth(LogShapes):
-    """Log inputs too; a class of its own, as compiled code keeps what the code of a hook reads."""
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        self._note(module, site, _kinds("input", inputs) + _kinds("output", output))
-
-
-def _kinds(side: str, value: Any) -> tuple[_TensorKind, ...]:
-    if type(value) is Tensor:
-        return ((side, "", shape_of(value), value.dtype, value.device),)
-    return tuple(
-        (side, path, shape_of(leaf), leaf.dtype, leaf.device)
-        for path, leaf in leaves(value)
-        if isinstance(leaf, Tensor)
-    )
-
-
 def _text(kind: _TensorKind) -> str:
-    side, path, shape, dtype, device = kind
-    return f"{side}{f'.{path}' if path else ''} {shape} {str(dtype).removeprefix('torch.')} {device}"
+    path, shape, dtype, device = kind
+    return f"output{f'.{path}' if path else ''} {shape} {str(dtype).removeprefix('torch.')} {device}"

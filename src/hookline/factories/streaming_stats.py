@@ -4,8 +4,7 @@
 torch does not say whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does
 in training. A launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes;
 a copy takes 10. So small outputs on a GPU are copied into memory that is kept (`CopyRing`), and reduced together after
-some forwards; larger ones are worth a launch of their own. Small ones on a CPU are copied too (`_SmallTensors`):
-reducing a thousand numbers takes 23 µs, of which 20 are calls; keeping a copy takes 5 µs, and 32 are reduced as one.
+some forwards; larger ones are worth a launch of their own. On a CPU each is reduced in its call.
 
 Compiled code hands the outputs of all modules over by one operator (`_Outputs`), where they are small.
 """
@@ -13,21 +12,20 @@ Compiled code hands the outputs of all modules over by one operator (`_Outputs`)
 from __future__ import annotations
 
 import math
+import threading
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from hookline.factories.copy_ring import SLOT_KINDS, CopyRing
 from hookline.factories.factory_hook import ByModule, Observer
 from hookline.factories.served_batch import output_tensor, without_padding
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import hand_over_late
-from hookline.observe.watch.reduce import reduce
-from hookline.observe.watch.row import BAD
+from hookline.observe.watch.pending import limit_of, streams_of
+from hookline.observe.watch.place import Note
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.hook_at_site import PerSiteHook
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
-__all__ = ["Gathered", "StreamedModule", "Streaming", "StreamingObserver"]
+__all__ = ["CopyRing", "Gathered", "StreamedModule", "Streaming", "StreamingObserver"]
 
 _LONG: Final = 4
 """Calls of every module in one forward, above which it is taken for several."""
@@ -50,7 +48,7 @@ _LONG: Final = 4
 class StreamedModule:
     """Hold the rows and copies of one module, and count its calls."""
 
-    __slots__ = ("_engine", "calls", "name", "ring", "small", "watched")
+    __slots__ = ("_engine", "calls", "name", "ring", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
         self._engine = engine
@@ -58,7 +56,6 @@ class StreamedModule:
         self.ring: CopyRing | None = None
         """What took its last output, if one did."""
         self.watched = engine.place(name, "")
-        self.small = _SmallTensors()
         self.calls = 0
 
     @property
@@ -78,16 +75,13 @@ Gathered: TypeAlias = list[tuple[StreamedModule, Tensor]]
 
 
 class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
-    """Feed a `Streaming` with every ``every``-th output of each module that the hook is on."""
+    """Feed a `Streaming` with the outputs of each module that the hook is on."""
 
-    def __init__(
-        self, streaming: Streaming, kind: type[ModuleT], *, every: int = 1, add_residual: bool = False
-    ) -> None:
+    def __init__(self, streaming: Streaming, kind: type[ModuleT], *, add_residual: bool = False) -> None:
         self._streaming = streaming
         self._modules = ByModule(lambda name: streaming.add_module(kind, name))
         self._expected: set[str] = set()
         """Modules that it was told of before they ran."""
-        self._every = every
         self._add_residual = add_residual
         self._first: ModuleT | None = None
         """The module that was called first: when it is called again, a forward is over."""
@@ -118,15 +112,13 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
             self._first = seen
         elif seen is self._first:
             self._end_forward()
-        count = seen.calls
-        seen.calls = count + 1
-        if count % self._every == 0:
-            plain = type(output) is Tensor and not self._add_residual
-            tensor = output if plain else output_tensor(output, self._add_residual)
-            if tensor is None:
-                seen.watched.unread = "there is no tensor in its output"
-            else:
-                self._take(seen, tensor, gathered)
+        seen.calls += 1
+        plain = type(output) is Tensor and not self._add_residual
+        tensor = output if plain else output_tensor(output, self._add_residual)
+        if tensor is None:
+            seen.watched.unread = "there is no tensor in its output"
+        else:
+            self._take(seen, tensor, gathered)
 
     def _receive(self, items: Sequence[Handed]) -> None:
         """Add the outputs that compiled code hands over."""
@@ -203,14 +195,12 @@ _torch.leave_to_python(StreamingObserver.__call__)
 class Streaming:
     """Add up statistics of any number of modules, on the devices of their tensors.
 
-    ``keeps``: whether tensors may be reduced later; else each is reduced at once. ``keeps_small``: whether small ones
-    on a CPU may.
+    ``keeps``: whether tensors may be reduced later; else each is reduced at once.
     """
 
-    def __init__(self, layout: Layout, *, keeps: bool = True, keeps_small: bool = True) -> None:
+    def __init__(self, layout: Layout, *, keeps: bool = True) -> None:
         self.engine = StatsEngine(layout)
         self._keeps = keeps and not layout.by_unit
-        self._keeps_small = self._keeps and keeps_small
         self._rings: dict[torch.device, CopyRing] = {}
         self._modules = self._since = 0
         """How many modules there are, and how many tensors were added since a forward began."""
@@ -233,10 +223,6 @@ class Streaming:
             return
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()
-        if self._keeps_small and _torch.has_numbers(tensor) and module.small.keep(tensor):
-            if module.small.is_full:
-                module.small.reduce(self.engine, module.watched)
-            return
         if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor, gathered):
             return
         if tensor.device not in module.watched.rows and _torch.capturing():
@@ -290,8 +276,6 @@ class Streaming:
     def read(self, modules: Sequence[StreamedModule]) -> list[dict[str, float]]:
         """Return the columns of each module: one transfer per device."""
         with self.engine.lock:
-            for module in modules:
-                module.small.reduce(self.engine, module.watched)
             self.flush_copies()
             cells = self.engine.read()
             return [self._joined(module, cells) for module in modules]
@@ -308,14 +292,11 @@ class Streaming:
             if turn.rows:
                 found |= {name: found[name] + cells[turn][name] for name in self.layout.added}
                 found |= {name: _larger(found[name], cells[turn][name]) for name in self.layout.kept}
-        found["fires"] += module.small.fires
         return found
 
-    def reset(self, modules: Sequence[StreamedModule]) -> None:
+    def reset(self) -> None:
         """Drop what was counted so far."""
         with self.engine.lock:
-            for module in modules:
-                module.small.forget()
             for ring in self._rings.values():
                 ring.forget()
             self.engine.reset()
@@ -329,61 +310,205 @@ def _larger(one: float, other: float) -> float:
     return math.nan if one != one or other != other else max(one, other)
 
 
-# -- small tensors on the CPU -------------------------------------------------------------------------------
+# -- copies on a GPU ---------------------------------------------------------------------------------------------
 
-_SMALL: Final = 4096
-"""Numbers in a small tensor: 16 KiB of float32, half a MiB for a module."""
-_SMALL_COUNT: Final = 32
-"""Small tensors that are reduced as one."""
-_CPU: Final = torch.device("cpu")
+SLOTS: Final = 8
+"""Firings of a module between two reductions. Each has a row of its own, as two programs must not add to the same one
+at a time. For 12 layers a reduction takes the host 60 µs on an H200: 8 µs a forward."""
+SLOT_KINDS: Final = tuple(f"slot {number}" for number in range(SLOTS))
+"""The kinds of the places of a module's slots."""
+_SHARE: Final = 16
+"""Of what `limit_of` gives, one part in so many may be held: 1/1024 of the GPU's memory, 140 MiB on an H200."""
+_SMALL_SHARE: Final = 256
+"""Of that, an output has one part in so many at most: 560 KiB on an H200, a batch of 64 tokens of width 4096."""
 
 
-class _SmallTensors:
-    """Keep small tensors of one module on the CPU until there are enough to reduce."""
+class _Slot:
+    """One copy, with the place whose row it is added to."""
 
-    __slots__ = ("_kept", "fires")
+    __slots__ = ("note", "view")
 
-    def __init__(self) -> None:
-        self._kept: deque[Tensor] = deque()
-        self.fires = 0
-        """Firings that the row has not counted, as it got several tensors at once."""
+    def __init__(self, note: Note) -> None:
+        self.note = note
+        self.view = note.tensor
 
-    def keep(self, tensor: Tensor) -> bool:
-        """Keep a copy of ``tensor``; return False if it is not a small one."""
-        if type(tensor) is not Tensor or tensor.numel() > _SMALL or tensor.device != _CPU or not tensor.dim():
+
+class _ModuleSlots:
+    """The slots of one module for outputs of one shape."""
+
+    __slots__ = ("dtype", "num_bytes", "shape", "slots", "used")
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.slots: list[_Slot] = []
+        """None as long as the shape was seen once: prompts are all of another length."""
+        self.num_bytes = 0
+        self.used = 0
+
+
+class CopyRing:
+    """The slots of all modules on one device, one for each of their next firings. Threads may share it.
+
+    A firing copies the output into the next slot and does nothing else: it may be changed in place right after, or lie
+    in memory that a CUDA graph or compiled code uses again. When the slots of a module are used up, or numbers are
+    asked for, all copies are reduced. They lie where they lay the last time, so the table of addresses is on the device
+    already, and the host makes two launches.
+    """
+
+    def __init__(self, engine: StatsEngine, device: torch.device) -> None:
+        self._engine = engine
+        self._index = -1 if device.index is None else device.index
+        self._limit = limit_of(device) // _SHARE
+        self.largest = self._limit // _SMALL_SHARE
+        """The bytes of the largest output that is taken."""
+        self._streams = streams_of(device)
+        self._stream = self._streams.now()
+        """The stream that copies and reduces."""
+        self._modules: dict[str, _ModuleSlots] = {}
+        self._bytes = 0
+        self._pending: list[_Slot] = []
+        self._filled: list[_ModuleSlots] = []
+        self._launch: tuple[list[_Slot], Callable[[], None] | None] = [], None
+        """What was reduced last, and the call that does it again; there is none without a kernel."""
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def keep_like(self, name: str, tensor: Tensor) -> bool:
+        """Copy an output of a module of which one was copied before; return False if this one is of another kind."""
+        if type(tensor) is not Tensor or tensor.get_device() != self._index or tensor.layout is not torch.strided:
             return False
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        if not tensor.is_contiguous():
-            return False
-        self._kept.append(tensor.detach().clone())
-        return True
+        return not _torch.is_wrapped(tensor) and self.keep(name, tensor)
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are enough to reduce."""
-        return len(self._kept) >= _SMALL_COUNT
+    def keep(self, name: str, tensor: Tensor) -> bool:
+        """Copy an output of the module ``name``; return False if that cannot be done."""
+        with self._lock:
+            slot = self._next_slot(name, tensor)
+            if slot is not None:
+                slot.view.copy_(tensor)
+            return slot is not None
 
-    def reduce(self, engine: StatsEngine, place: WatchedPlace) -> None:
-        """Add what is kept to the row of ``place``."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        while True:
-            try:
-                tensor = self._kept.popleft()  # in one step: another thread may be at it
-            except IndexError:
-                break
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        row = engine.row(place, _CPU)
-        for tensors in by_dtype.values():
-            found = reduce(torch.cat([tensor.view(-1) for tensor in tensors]), engine.layout)
-            if found[BAD]:  # the number of firings with bad values counts as well
-                for tensor in tensors:
-                    row.merge(reduce(tensor, engine.layout))
-                continue
-            row.merge(found)
-            self.fires += len(tensors) - 1
+    def keep_all(self, outputs: Sequence[tuple[str, Tensor]]) -> list[int]:
+        """Copy outputs of several modules by one launch; return the indices of those for which it cannot be done."""
+        left: list[int] = []
+        views: list[Tensor] = []
+        tensors: list[Tensor] = []
+        with self._lock:
+            for index, (name, tensor) in enumerate(outputs):
+                if self._is_full(name):  # what was not copied yet is among what is reduced now
+                    _copy_all(views, tensors)
+                slot = self._next_slot(name, tensor)
+                if slot is None:
+                    left.append(index)
+                else:
+                    views.append(slot.view)
+                    tensors.append(tensor)
+            _copy_all(views, tensors)
+        return left
+
+    def flush(self) -> None:
+        """Reduce all copies; the current stream waits for that."""
+        with self._lock:
+            if not _torch.capturing():  # it would become part of the graph, and be done at each replay
+                self._reduce()
+                self._follow()
 
     def forget(self) -> None:
-        """Drop what is kept."""
-        self._kept.clear()
-        self.fires = 0
+        """Drop all copies."""
+        with self._lock:
+            self._take_pending()
+
+    # -- under the lock ----------------------------------------------------------------------------------
+
+    def _is_full(self, name: str) -> bool:
+        found = self._modules.get(name)
+        return found is not None and found.used == len(found.slots) > 0
+
+    def _next_slot(self, name: str, tensor: Tensor) -> _Slot | None:
+        """Return the slot that the output is to be copied into, or None."""
+        stream = self._streams.now()
+        if stream and _torch.capturing():  # CUDA records no graph on the stream of number 0, and asking it takes 2 µs
+            return None
+        if stream != self._stream:
+            self._follow()
+        found = self._modules.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype is not tensor.dtype or not found.slots:
+            found = self._renew(name, found, tensor)
+            if found is None:
+                return None
+        if found.used == len(found.slots):
+            self._reduce()
+        if not found.used:
+            self._filled.append(found)
+        slot = found.slots[found.used]
+        found.used += 1
+        self._pending.append(slot)
+        return slot
+
+    def _renew(self, name: str, found: _ModuleSlots | None, tensor: Tensor) -> _ModuleSlots | None:
+        """Return slots for outputs like ``tensor``, if the last one was like it, and there is memory."""
+        size = tensor.numel() * tensor.element_size()
+        if not size or size > self.largest:
+            return None
+        if found is None or found.shape != tensor.shape or found.dtype is not tensor.dtype:
+            self._drop(found)
+            self._modules[name] = _ModuleSlots(tensor.shape, tensor.dtype)
+            return None
+        if self._bytes + SLOTS * size > self._limit:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = torch.empty((SLOTS, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            places = [self._engine.place(name, kind) for kind in SLOT_KINDS]
+            found.slots = [_Slot(Note(place, view)) for place, view in zip(places, buffer.unbind(), strict=True)]
+        found.num_bytes = SLOTS * size
+        self._bytes += found.num_bytes
+        return found
+
+    def _drop(self, found: _ModuleSlots | None) -> None:
+        if found is not None and found.slots:
+            self._reduce()
+            self._bytes -= found.num_bytes
+            self._launch = [], None  # it has the addresses
+
+    def _follow(self) -> None:
+        """Go on on the current stream, behind the one so far, with memory of its own: torch's allocator asks no other
+        stream whether it is done.
+        """
+        now = self._streams.now()
+        if now != self._stream:
+            self._reduce()
+            self._modules.clear()
+            self._launch, self._bytes = ([], None), 0
+            self._streams.join(self._stream)
+            self._stream = now
+
+    def _take_pending(self) -> list[_Slot]:
+        pending, self._pending = self._pending, []
+        for each in self._filled:
+            each.used = 0
+        self._filled = []
+        return pending
+
+    def _reduce(self) -> None:
+        """Reduce all copies on the stream that made them."""
+        pending = self._take_pending()
+        if not pending:
+            return
+        with self._streams.on(self._stream):
+            if pending != self._launch[0]:  # slots are equal if they are the same
+                self._launch = pending, self._engine.prepare([slot.note for slot in pending])
+            launch = self._launch[1]
+            if launch is None:
+                self._engine.take_all([slot.note for slot in pending])
+            else:
+                launch()
+
+
+def _copy_all(views: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy tensors into views, and empty both lists."""
+    if views:
+        _torch.copy_all(views, tensors)
+        views.clear()
+        tensors.clear()

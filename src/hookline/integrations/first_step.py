@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hookline.errors import NoMatchError
-from hookline.integrations.backward_losses import BackwardLosses
-from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
 from hookline.phases import phase
 from hookline.sites.optimizers import unwrap_optimizer
 

@@ -7,21 +7,22 @@ calls a `HostRun`, which fires the hooks.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
-from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
-from hookline.integrations.process_end import at_process_end, error_of_process
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
 from hookline.messages import type_name
 from hookline.phases import ENTERED
 from hookline.sites import _torch
@@ -32,11 +33,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from hookline.integrations.snapshot_steps import SnapshotSteps
     from hookline.lifecycle.manager import HookManager
 
 
-__all__ = ["Follow", "FollowedLoop", "follow"]
+__all__ = ["Follow", "FollowedLoop", "error_of_process", "follow"]
 
 
 def follow(
@@ -52,12 +52,6 @@ def follow(
     accumulate: int = 1,
     scaler: Any = None,
     manager: HookManager | None = None,
-    run_file: str | Path | None = None,
-    hook_config: Mapping[str, Mapping[str, Any]] | None = None,
-    loop: str | None = None,
-    snapshot_every: int | SnapshotSteps | None = None,
-    flush_every: int | None = 100,
-    on_error: str | None = None,
     run_context: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Follow:
@@ -96,35 +90,16 @@ def follow(
         accumulate: How many batches make a step, for interventions that train; their loss is the mean of these.
         scaler: The ``GradScaler`` of the loop; losses are shown without its scale.
         manager: A `HookManager` that is there already, in place of hooks and sinks.
-        run_file: A run file whose hooks, trackers and sinks are taken too.
-        hook_config: Arguments of hooks that are given by name.
-        loop: What the run counts. ``"step"``: watches and trackers report every ``snapshot_every`` steps, and only the
-            points POST_STEP and SNAPSHOT are fired. ``"epoch"``: they report when an epoch ends. If left out, epochs
-            are counted only where a hook needs them.
-        snapshot_every: How many steps from one report to the next, or epochs with ``loop="epoch"``; 0 for none. If left
-            out: every 10 steps at first and ever less often later, or each epoch.
-        flush_every: How many steps from one flush of step metrics to the next; None: only when an epoch ends.
-        on_error: What happens when a hook raises: ``"raise"`` (in the loop), ``"warn"`` or ``"disable"``.
         run_context: What hooks and sinks are told of the run (``run_dir=``, ``experiment_name=``, …).
-        options: Other options of `HookManager`: ``log=``, ``strict=``, ``profile_hooks=``, …
+        options: Those of `HostRun`: ``run_file``, ``hook_config``, ``loop``, ``snapshot_every``, ``flush_every``,
+            ``on_error``, …, and of `HookManager`: ``log``, ``strict``, ``profile_hooks``, …
 
     Raises:
         UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.
     """
     if manager is None:
         check_options(options, follow, HostRun)
-    host = HostRun(
-        hooks,
-        sinks=sinks,
-        manager=manager,
-        run_file=run_file,
-        hook_config=hook_config,
-        loop=loop,
-        snapshot_every=snapshot_every,
-        flush_every=flush_every,
-        on_error=on_error,
-        **options,
-    )
+    host = HostRun(hooks, sinks=sinks, manager=manager, **options)
     parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
     parts |= {"scheduler_per": scheduler_per, "accumulate": accumulate}
     try:
@@ -133,164 +108,6 @@ def follow(
         if manager is None:
             host.manager.close()  # nobody else can
         raise
-
-
-class Follow:
-    """A loop that is followed; `follow` returns it.
-
-    Recipe: ``with hookline.follow(model, optimizer, ["norms"]) as run: train()``; then ``run.metrics``.
-    """
-
-    def __init__(
-        self,
-        host: HostRun,
-        model: nn.Module,
-        optimizer: Any,
-        parts: Mapping[str, Any],
-        run_context: Mapping[str, Any] | None,
-        *,
-        closes_sinks: bool,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
-        self._host = host
-        self._model = model
-        self._closes_sinks = closes_sinks
-        self._is_open = True
-        self._error: BaseException | None = None
-        self._is_exit = False
-        self._at_close: list[Callable[[], None]] = []
-        optimizers = _unwrapped(optimizer)
-        host.tells_phase = False
-        host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
-        try:
-            self._loop.attach(parts.get("loader"))
-        except BaseException:
-            self._take_off()
-            host.end_run()
-            raise
-        self._forget_end = at_process_end(self._close_at_end)
-
-    # -- what the user reads and says --------------------------------------------------------------------------
-
-    @property
-    def manager(self) -> HookManager:
-        """Fires the hooks; has their metrics, errors and costs."""
-        return self._host.manager
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """What each hook returned last, by ``"hook/metric"``."""
-        last = self.manager.get_last_metrics
-        return {name: value for point in HookPoint for name, value in last(point).items()}
-
-    @property
-    def step(self) -> int:
-        """The step that is being made or was made last, counted from 0; -1 before the first."""
-        return self.manager.global_step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, counted from 0."""
-        return self._loop.epoch
-
-    @property
-    def epoch_of_step(self) -> int:
-        """The epoch of `step`: when a pass is over, `epoch` is the next one already."""
-        return self._loop.epoch_of_step
-
-    def follow_loader(self, loader: Any) -> None:
-        """Follow another loader of the training data too: the one that skips what a resumed run has seen, say."""
-        self._loop.follow_loader(loader)
-
-    def when_closed(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
-        self._at_close.append(act)
-
-    def note(self, **facts: Any) -> None:
-        """Write more about the run into ``run.json``, if it has one."""
-        self._host.note(**facts)
-
-    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
-        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
-        self._loop.take_over(latest, losses)
-
-    def loss(self, value: Tensor | float) -> None:
-        """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
-        self._loop.told_loss = value
-
-    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
-        """Return the state of the hooks, for the loop to put into its own checkpoint.
-
-        Of several ranks it is this rank's. With ``all_ranks`` every rank calls it, and one file has the states of all.
-        """
-        own = {"epoch": self._loop.epoch, "steps_in_pass": self._loop.steps_in_pass}
-        return {**self._host.state_dict(all_ranks=all_ranks), "follow": own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; call it before the loop goes on."""
-        if "follow" not in state:
-            raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
-        self._host.load_state_dict(state)
-        self._loop.go_on(**state["follow"])
-
-    def close(self) -> None:
-        """End the last epoch, take everything off the loop, write all metrics, close the sinks; may be called again."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._forget_end()
-        self._take_off()
-        # Many loops destroy the process group before the process ends.
-        with self.manager.output.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
-            self._finish(together=together)
-
-    def _finish(self, *, together: bool) -> None:
-        try:
-            if together and self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
-                self._host.end_epoch()
-        finally:
-            try:
-                self._host.end_run(self._error, report=together)
-            finally:
-                if self._closes_sinks:
-                    self.manager.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._error = error
-        try:
-            self.close()
-        except BaseException:
-            if error is None:  # else what ended the block is what the user has to see
-                raise
-
-    def __repr__(self) -> str:
-        names = ", ".join(self.manager.hooks) or "none"
-        state = "" if self._is_open else ", closed"
-        return f"<Follow of {type(self._model).__name__}, epoch {self.epoch}, step {self.step}{state}; hooks: {names}>"
-
-    # -- the end -----------------------------------------------------------------------------------------------
-
-    def _take_off(self) -> None:
-        self._loop.take_off()
-        for act in self._at_close:
-            act()
-
-    def _close_at_end(self) -> None:
-        self._error = error_of_process()
-        self._is_exit = True
-        self.close()
-
-
-def _unwrapped(optimizer: Any) -> list[Any]:
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    if not optimizers:
-        raise OptionError("follow(model, optimizer) was given an empty list; give the optimizers whose steps count.")
-    return [checked_optimizer(unwrap_optimizer(each)) for each in optimizers]  # hooks are called with the one inside
 
 
 # -- what the loop does -------------------------------------------------------------------------------------
@@ -310,11 +127,11 @@ class FollowedLoop:
         self._process = os.getpid()  # a child that is forked later has this too, and is not followed
         self.epoch = 0
         """The epoch, counted from 0."""
-        self.steps_in_pass = 0
+        self._steps_in_pass = 0
         """How many steps of it were made."""
-        self.has_begun_epoch = False
+        self._has_begun_epoch = False
         """Whether hooks know of it."""
-        self.told_loss: Any = None
+        self._told_loss: Any = None
         """What the user says that the loss of the step is."""
         self._pass: LoaderPass | None = None
         self._latest_pass: LoaderPass | None = None
@@ -324,8 +141,6 @@ class FollowedLoop:
         self._holds = host.manager.needs_prev_step_grads()
         self._count_at_backward = 0
         """How many batches of the pass were given when ``backward()`` was called last."""
-        self._is_left = False
-        """Whether the loop has cleared the gradients of the batches that the step has so far."""
         self._handles: list[RemovableHandle] = []
         self._passes: list[LoaderPasses] = []
         if self._holds:
@@ -339,9 +154,9 @@ class FollowedLoop:
     @property
     def epoch_of_step(self) -> int:
         """The epoch of the step that was made last."""
-        return self.epoch if self.has_begun_epoch else max(self.epoch - 1, 0)
+        return self.epoch if self._has_begun_epoch else max(self.epoch - 1, 0)
 
-    def attach(self, loader: Any) -> None:
+    def _attach(self, loader: Any) -> None:
         """Attach this to the optimizers, and to the loader if there is one."""
         for each in self._optimizers:
             self._handles += [
@@ -355,11 +170,6 @@ class FollowedLoop:
         """Follow a loader of the training data."""
         self._passes.append(LoaderPasses(loader, self._take_batch, self._end_pass))
 
-    def go_on(self, epoch: int, steps_in_pass: int) -> None:
-        """Go on in the middle of a run."""
-        self.epoch, self.steps_in_pass = epoch, steps_in_pass
-        self.has_begun_epoch = self._has_begun_step = False
-
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
         if losses is not None:
@@ -368,7 +178,7 @@ class FollowedLoop:
             latest.hand_to(self._passes[0])
             self._pass = latest
 
-    def take_off(self) -> None:
+    def _take_off(self) -> None:
         """Take everything off the loop; may be called again."""
         for handle in self._handles:
             handle.remove()
@@ -402,9 +212,9 @@ class FollowedLoop:
         found_inf = optimizer.__dict__.get("found_inf")  # a scaler lets fused optimizers decide by themselves
         if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
             return
-        told, self.told_loss = self.told_loss, None
+        told, self._told_loss = self._told_loss, None
         self._has_begun_step = False
-        self.steps_in_pass += 1
+        self._steps_in_pass += 1
         if self._process == os.getpid():
             self._end_step(loss if told is None else told)
         if self._ends_with_step:
@@ -428,12 +238,8 @@ class FollowedLoop:
     def _forget_batches(self) -> None:
         """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
         latest = self._pass
-        if latest is None or not self._has_begun_step:
-            return
-        if latest.count > self._count_at_backward:
+        if latest is not None and self._has_begun_step and latest.count > self._count_at_backward:
             self._host.replace_batch(latest.batch, latest.count - 1)
-        else:
-            self._is_left = True
 
     def _between_steps(self) -> AbstractContextManager[None]:
         """Return a context in which an intervention may train, with the scaler that is making a step."""
@@ -445,36 +251,29 @@ class FollowedLoop:
         self._latest_pass = each
         if self._model.training and torch.is_grad_enabled():
             if self._has_begun_step and each is self._pass:
-                self._add_batch(each)
+                self._host.add_batch(each.batch)
             elif not self._has_begun_step:
                 self._begin_step(each)
             else:  # the loop had looked at a batch, and begins its pass now
                 self._begin_pass(each)
                 self._host.replace_batch(each.batch, each.count - 1)
 
-    def _add_batch(self, each: LoaderPass) -> None:
-        if self._is_left:
-            self._is_left = False
-            self._host.replace_batch(each.batch, each.count - 1)
-        else:
-            self._host.add_batch(each.batch)
-
     def _end_pass(self, each: LoaderPass) -> None:
         if each is not self._pass or ENTERED.phase == "intervention":
             return
         if self._has_begun_step:  # a loader that fetches ahead, and the step of the last batch is still to come
             self._ends_with_step = True
-        elif self.steps_in_pass:
+        elif self._steps_in_pass:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
         if self._process != os.getpid():
             return
         self._begin_pass(each)
-        if not self.has_begun_epoch:
-            self.has_begun_epoch = True
+        if not self._has_begun_epoch:
+            self._has_begun_epoch = True
             self._host.begin_epoch(self.epoch)
-        self._has_begun_step, self._is_left = True, False
+        self._has_begun_step = True
         if each is None:
             self._host.begin_step()
         else:
@@ -483,15 +282,15 @@ class FollowedLoop:
     def _begin_pass(self, each: LoaderPass | None) -> None:
         if each is self._pass:
             return
-        if self._pass is not None and self.steps_in_pass and self.has_begun_epoch:
+        if self._pass is not None and self._steps_in_pass and self._has_begun_epoch:
             self._end_epoch()  # a pass that the loop has left before its end
         self._pass = each
 
     def _end_epoch(self) -> None:
         self._host.end_epoch()
-        self.has_begun_epoch = self._ends_with_step = False
+        self._has_begun_epoch = self._ends_with_step = False
         self.epoch += 1
-        self.steps_in_pass = 0
+        self._steps_in_pass = 0
 
 
 def _has_several_steps(optimizer: Any) -> bool:
@@ -504,3 +303,177 @@ def _scale_of(scaler: Any) -> Tensor | None:
         return None
     scale = _torch.scale_of(scaler)
     return None if scale is None else scale.clone()  # it is changed in place
+
+
+# -- what users have of it -----------------------------------------------------------------------------------
+
+
+class Follow(FollowedLoop):
+    """A loop that is followed; `follow` returns it.
+
+    Recipe: ``with hookline.follow(model, optimizer, ["norms"]) as run: train()``; then ``run.metrics``.
+    """
+
+    def __init__(
+        self,
+        host: HostRun,
+        model: nn.Module,
+        optimizer: Any,
+        parts: Mapping[str, Any],
+        run_context: Mapping[str, Any] | None,
+        *,
+        closes_sinks: bool,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
+        self._closes_sinks = closes_sinks
+        self._is_open = True
+        self._error: BaseException | None = None
+        self._is_exit = False
+        self._at_close: list[Callable[[], None]] = []
+        optimizers = _unwrapped(optimizer)
+        host.tells_phase = False
+        host.begin_run(model, optimizers[0], run_context=run_context, **parts)
+        super().__init__(host, model, optimizers, parts.get("scaler"))
+        try:
+            self._attach(parts.get("loader"))
+        except BaseException:
+            self._take_off()
+            host.end_run()
+            raise
+        self._forget_end = _at_process_end(self._close_at_end)
+
+    # -- what the user reads and says --------------------------------------------------------------------------
+
+    @property
+    def manager(self) -> HookManager:
+        """Fires the hooks; has their metrics, errors and costs."""
+        return self._host.manager
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What each hook returned last, by ``"hook/metric"``."""
+        last = self.manager.get_last_metrics
+        return {name: value for point in HookPoint for name, value in last(point).items()}
+
+    @property
+    def step(self) -> int:
+        """The step that is being made or was made last, counted from 0; -1 before the first."""
+        return self.manager.global_step
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
+        self._at_close.append(act)
+
+    def note(self, **facts: Any) -> None:
+        """Write more about the run into ``run.json``, if it has one."""
+        self._host.note(**facts)
+
+    def loss(self, value: Tensor | float) -> None:
+        """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
+        self._told_loss = value
+
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the state of the hooks, for the loop to put into its own checkpoint.
+
+        Of several ranks it is this rank's. With ``all_ranks`` every rank calls it, and one file has the states of all.
+        """
+        own = {"epoch": self.epoch, "steps_in_pass": self._steps_in_pass}
+        return {**self._host.state_dict(all_ranks=all_ranks), "follow": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; call it before the loop goes on."""
+        if "follow" not in state:
+            raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
+        self._host.load_state_dict(state)
+        self.epoch, self._steps_in_pass = state["follow"]["epoch"], state["follow"]["steps_in_pass"]
+        self._has_begun_epoch = self._has_begun_step = False
+
+    def close(self) -> None:
+        """End the last epoch, take everything off the loop, write all metrics, close the sinks; may be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._forget_end()
+        self._take_off()
+        # Many loops destroy the process group before the process ends.
+        with self.manager.output.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
+            self._finish(together=together)
+
+    def _finish(self, *, together: bool) -> None:
+        try:
+            if together and self._error is None and self._has_begun_epoch and self._steps_in_pass:
+                self._host.end_epoch()
+        finally:
+            try:
+                self._host.end_run(self._error, report=together)
+            finally:
+                if self._closes_sinks:
+                    self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._error = error
+        try:
+            self.close()
+        except BaseException:
+            if error is None:  # else what ended the block is what the user has to see
+                raise
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manager.hooks) or "none"
+        state = "" if self._is_open else ", closed"
+        return f"<Follow of {type(self._model).__name__}, epoch {self.epoch}, step {self.step}{state}; hooks: {names}>"
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _take_off(self) -> None:
+        super()._take_off()
+        for act in self._at_close:
+            act()
+
+    def _close_at_end(self) -> None:
+        self._error = error_of_process()
+        self._is_exit = True
+        self.close()
+
+
+def _unwrapped(optimizer: Any) -> list[Any]:
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not optimizers:
+        raise OptionError("follow(model, optimizer) was given an empty list; give the optimizers whose steps count.")
+    return [checked_optimizer(unwrap_optimizer(each)) for each in optimizers]  # hooks are called with the one inside
+
+
+# -- the end of the process -----------------------------------------------------------------------------------
+
+_BEFORE_OTHERS: Final = 1
+"""Finalizers of a higher priority come first, and those without one may find queues closed."""
+
+
+def _at_process_end(act: Callable[[], None]) -> Callable[[], None]:
+    """Call ``act`` when this process ends, not one that is forked later; return a function that takes it back."""
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:
+            act()
+
+    atexit.register(end)
+    # A child that multiprocessing has forked ends by os._exit(), which atexit does not hear of.
+    finalize = Finalize(None, end, exitpriority=_BEFORE_OTHERS) if parent_process() is not None else None
+
+    def cancel() -> None:
+        atexit.unregister(end)
+        if finalize is not None:
+            finalize.cancel()
+
+    return cancel
+
+
+def error_of_process() -> BaseException | None:
+    """Return the error that is ending this process; None if it ends well."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return None if isinstance(error, SystemExit) else error

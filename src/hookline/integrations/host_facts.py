@@ -1,4 +1,4 @@
-"""Tell what a run is made with that hookline does not own: the script and its arguments, model, optimizer, autocast.
+"""Tell what a run is made with that hookline does not own: the script and its arguments, model, optimizer.
 
 `HostRun` writes it into ``run.json``. It imports nothing that reads flags, which would take 0.4 s
 of 0.84 s at the first step of a script.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from torch import nn
 from hookline.distributed.ranks import rank_count
 from hookline.errors import HooklineWarning, OptionError
 from hookline.integrations.host_manager import HostLogSink
-from hookline.integrations.wrapped import wrapped
 from hookline.messages import caller_stacklevel
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
 from hookline.training.loops import LoopResult
@@ -78,7 +77,6 @@ class HostNotes:
         self._manager, self._is_own = manager, is_own
         self._name: str | None = None
         self._notes: RunNotes | None = None
-        self._end_autocast: Callable[[], None] = lambda: None
         self._began = 0.0
 
     def open(self, context: Mapping[str, Any]) -> None:
@@ -100,7 +98,6 @@ class HostNotes:
             self._began = time.perf_counter()
             name = {} if self._name is None else {"experiment": self._name}
             self._notes.begin({**host_facts(model, optimizer), **name})
-            self._end_autocast = _note_autocast(self._notes.add)
 
     def add(self, **facts: Any) -> None:
         """Write more about the run."""
@@ -110,76 +107,28 @@ class HostNotes:
     def end(self, run: Run, error: BaseException | None) -> None:
         """Write how it ended."""
         notes, self._notes = self._notes, None
-        self._end_autocast()
         if notes is None:
             return
-        notes.add(silent=_why_silent(self._manager))
         status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         loss = None if run.loss is None else float(run.loss)
         result = LoopResult(run.num_epochs, run.step + 1, stopped_early=False, loss=loss)
         notes.end(status, time.perf_counter() - self._began, result=result, error=error)
 
 
-def _why_silent(manager: HookManager) -> dict[str, str]:
-    """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
-    plan = manager.plan
-    told = {*manager.hooks.errors, *plan.left_out}
-    found = {}
-    for name in (name for name in manager.hooks if not manager.hooks.fired[name] and name not in told):
-        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
-        found[name] = f"it is due at {' and '.join(due)}"
-    return found
-
-
-def _note_autocast(tell: Callable[..., None]) -> Callable[[], None]:
-    """Tell once which dtype the loop computes in, when it first enters ``torch.autocast``: ``tell(autocast=...)``.
-
-    No hook on the model sees that: one would be compiled into it. Return a function that ends it.
-    """
-
-    def enter(original: Any, autocast: Any) -> Any:
-        found = original(autocast)
-        if autocast._enabled:
-            end()
-            tell(autocast=str(autocast.fast_dtype).removeprefix("torch."))
-        return found
-
-    end = wrapped(torch.autocast, "__enter__", enter)
-    return end
-
-
 def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a script by name, so that those of two runs can be compared.
 
-    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp", "data.size=8"])`` is ``{"lr": 0.001, "amp": True,
-    "data.size": 8}``.
+    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp"])`` is ``{"lr": "1e-3", "amp": True}``.
 
-    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag that name
-    nothing are together the ``arguments``.
+    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag are
+    together the ``arguments``.
     """
-    found: dict[str, list[str]] = {}
-    current = "arguments"
+    found: dict[str, Any] = {}
+    name = "arguments"
     for word in words:
-        name, equals, value = word.lstrip("-").partition("=")
-        if _is_flag(word):
-            current = name
-            found.setdefault(name, []).extend([value] if equals else [])
-        elif equals and name.replace(".", "_").isidentifier():
-            found.setdefault(name, []).append(value)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals else True
         else:
-            found.setdefault(current, []).append(word)
-    return {name: _number_or_text(" ".join(values)) if values else True for name, values in found.items()}
-
-
-def _is_flag(word: str) -> bool:
-    """Return whether a word is a flag, and no number below zero."""
-    return word.startswith("-") and isinstance(_number_or_text(word), str) and word.strip("-") != ""
-
-
-def _number_or_text(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+            found[name] = word if found.get(name, True) is True else f"{found[name]} {word}"
+    return found

@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hookline.errors import OptionError
-from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
 from hookline.records.sink import MetricSink, Record
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "HostLog",
     "HostLogSink",
-    "ManagerAndSpecs",
     "check_alone",
     "check_callback",
     "check_options",
@@ -37,37 +35,25 @@ __all__ = [
     "sinks_or_usual",
 ]
 
-_LOOPS = ("epoch", "step")
 _RECORDER: Final = "flight_recorder"
-
-
-class ManagerAndSpecs(NamedTuple):
-    """What a host's run works with."""
-
-    manager: HookManager
-    specs: list[HookSpec]
-    """Hooks on modules, to be attached when the model is known."""
+_STEPS_TO_FLUSH: Final = 100
 
 
 def make_manager(
     hooks: Iterable[Any] | str | None,
-    *,
     sinks: Iterable[Any] | None,
     run_file: str | Path | None,
     manager: HookManager | None,
-    hook_config: Mapping[str, Mapping[str, Any]] | None,
     loop: str | None,
-    flush_every: int | None,
-    on_error: str | None,
-    **options: Any,
-) -> ManagerAndSpecs:
-    """Return the manager that was given, or one that is made of everything else."""
-    if loop not in (None, *_LOOPS):
+    options: dict[str, Any],
+) -> tuple[HookManager, list[HookSpec]]:
+    """Return the manager that was given, or one that is made of everything else; and hooks for modules of the model."""
+    if loop not in (None, "epoch", "step"):
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     if manager is not None:
-        given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, "hook_config": hook_config, "on_error": on_error}
-        _check_manager(manager, [name for name, value in {**given, **options}.items() if value is not None])
-        return ManagerAndSpecs(manager, [])
+        given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
+        _check_manager(manager, [name for name, value in given.items() if value is not None])
+        return manager, []
     names, objects = _split(hooks)
     specs: list[HookSpec] = []
     if run_file is not None:
@@ -78,21 +64,12 @@ def make_manager(
         objects, specs = [*built.hooks, *objects], built.specs
         sinks = [*built.make_sinks(), *(sinks or ())]
         options = {**built.options, **options}
-    options["on_error"] = on_error or options.get("on_error", "raise")
     if all(getattr(one, "name", "") != ALWAYS for one in objects):
         names = [ALWAYS, *names]
-    recorder = recorder_of([*names, *objects]) if options.get("log") is not None else []
-    objects.append(ResourcesHook())
-    made = HookManager(
-        [*names, *recorder],
-        objects,
-        sinks,
-        hook_config=hook_config,
-        loop_type=loop,
-        flush_every=flush_every,
-        **options,
-    )
-    return ManagerAndSpecs(made, specs)
+    if options.get("log") is not None:
+        names += recorder_of([*names, *objects])
+    usual = {"on_error": "raise", "flush_every": _STEPS_TO_FLUSH}
+    return HookManager(names, objects, sinks, loop_type=loop, **{**usual, **options}), specs
 
 
 def recorder_of(hooks: Iterable[Any]) -> list[str]:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["HeldGradients", "HostExperiment", "HostRun"]
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
-_STEPS_TO_FLUSH: Final = 100
 _TRAINING: Final = in_phase("train")
 
 
@@ -64,15 +63,14 @@ class HostRun:
         sinks: Where metrics go.
         run_file: A run file whose hooks, specs and sinks are taken, beside those given here.
         manager: A manager that is there already, in place of all of the above.
-        hook_config: Arguments of hooks that are given by name.
         loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.
-        snapshot_every: How many steps (or epochs) from one SNAPSHOT to the next; 0 for none, unless the host asks.
+        snapshot_every: How many steps (or epochs) from one SNAPSHOT to the next; 0 for none.
             If left out: 10 steps at first and ever more later (144 reports in 1,000,000 steps), or 1 epoch.
-        flush_every: How many steps from one flush of step metrics to the next, beside the ends of epochs.
-        on_error: What happens when a hook raises: ``"raise"``, ``"warn"`` or ``"disable"``.
         capabilities: What the run can do besides, for hooks with ``requires``.
         report_to: The logger of the host, which gets every number too.
-        options: Other options of `HookManager`.
+        options: Those of `HookManager`: ``hook_config``, arguments of hooks that are given by name; ``on_error``, what
+            happens when a hook raises, ``"raise"``, ``"warn"`` or ``"disable"``; ``flush_every``, how many steps from
+            one flush of step metrics to the next, 100 by default; …
     """
 
     def __init__(
@@ -82,23 +80,14 @@ class HostRun:
         sinks: Iterable[Any] | None = None,
         run_file: str | Path | None = None,
         manager: HookManager | None = None,
-        hook_config: Mapping[str, Mapping[str, Any]] | None = None,
         loop: str | None = None,
         snapshot_every: int | SnapshotSteps | None = None,
-        flush_every: int | None = _STEPS_TO_FLUSH,
-        on_error: str | None = None,
         capabilities: Iterable[str] = (),
         report_to: HostLogSink | None = None,
         **options: Any,
     ) -> None:
         check_options({} if manager is not None else options, HostRun)
-        made = make_manager(
-            hooks, sinks=sinks, run_file=run_file, manager=manager, hook_config=hook_config, loop=loop,
-            flush_every=flush_every, on_error=on_error, **options,
-        )  # fmt: skip
-        self.manager = made.manager
-        """Fires the hooks; has their metrics, errors and costs."""
-        self.specs = made.specs  # hooks on modules, attached for as long as a run lasts
+        self.manager, self.specs = make_manager(hooks, sinks, run_file, manager, loop, options)
         by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
         self._loop = loop = loop or self.manager.plan.loop_type or by_steps
         every = (SnapshotSteps(1) if loop == "epoch" else OFTEN_AT_FIRST) if snapshot_every is None else snapshot_every
@@ -192,7 +181,7 @@ class HostRun:
         is_in_step, self._in_epoch, self._in_step = self._in_step, False, False
         self._leave_phase()
         opened.callback(self.held.release)
-        opened.callback(self._end_notes, run, error)
+        opened.callback(self._notes.end, run, error)
         if error is not None:
             self._reports.end_failed_run(run, error, is_in_step=is_in_step)
             opened.__exit__(type(error), error, error.__traceback__)
@@ -200,10 +189,6 @@ class HostRun:
         with opened:
             if report:
                 self._reports.end_run(run, is_in_step=is_in_step)
-
-    def _end_notes(self, run: Run, error: BaseException | None) -> None:
-        self.note(reports=self._snapshots.count(run.step + 1 if self._loop == "step" else run.num_epochs))
-        self._notes.end(run, error)
 
     def note(self, **facts: Any) -> None:
         """Write more about the run into ``run.json``, if it has one."""
@@ -381,10 +366,6 @@ class HostRun:
             own = {f"eval/{name}": value for name, value in metrics.items()}
             point = HookPoint.SNAPSHOT if self._loop == "step" else HookPoint.POST_EPOCH
             self.manager.emit_metrics(own, run.position, point)
-
-    def take_snapshot(self) -> None:
-        """Fire SNAPSHOT now, because the host asks for it."""
-        self._reports.take_now(self._running("take_snapshot"))
 
     def report_rest(self) -> None:
         """Report the steps since the last report now: the last one was made, and the host closes its loggers next."""

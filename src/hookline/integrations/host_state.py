@@ -1,8 +1,7 @@
 """Put the state of hooks, schedules, sinks and sums into a dictionary for a host's checkpoint, and load it again.
 
 `HostRun` calls it. Everything in the dictionary is plain or a tensor, so that any checkpoint can hold it. Hosts write
-the dictionary of rank 0 alone, and every rank loads that: it may have the states of all. What is the same on all ranks
-is in it once, beside the parts of each rank.
+the dictionary of rank 0 alone, and every rank loads that: it may have the states of all.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.error_policy import warn_user
-from hookline.errors import CheckpointError, LifecycleError
-from hookline.training.checkpoints import local_parts, map_dicts, place_parts, rank_digest
+from hookline.errors import LifecycleError
+from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -101,24 +100,14 @@ def _gather_states(make: Callable[[], dict[str, Any]], ranks: OneProcess) -> dic
     """Return the states of all ranks, the same on each; every rank has to call it. What fails on one, fails on all."""
     made: dict[str, Any] = {}
     ranks.together("saving the state of hooks", lambda: made.update(make()))
-    own = _portable(made)
-    said = ranks.gather({name: _digest(part, ranks.rank) for name, part in own.items()}, "comparing states of hooks")
     if ranks.is_lost:
         return _mark_state(made, ranks)
-    differing = [name for name in own if len({one[name] for one in said}) > 1]
-    by_rank = ranks.gather({name: own[name] for name in differing}, "states of hooks of each rank")
-    return {**own, **by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
-
-
-def _digest(part: Any, rank: int) -> Any:
-    try:
-        return rank_digest(part)
-    except CheckpointError:  # something that only pickle can save: not compared, so each rank keeps its own
-        return f"rank {rank}"
+    by_rank = ranks.gather(_portable(made), "states of hooks of each rank")
+    return {**by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
 
 
 def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: int) -> tuple[dict[str, Any], str]:
-    """Return the state that is this rank's, and a sentence if that is not all that it had; nothing if it is.
+    """Return the state that is this rank's, and a sentence if it goes on with that of another; nothing if not.
 
     Args:
         state: What `save_state` returned, with any number of ranks.
@@ -126,33 +115,20 @@ def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: 
         rank: This rank.
         count: How many ranks go on.
     """
-    about = state["ranks"]
-    chosen = {name: part for name, part in state.items() if name != "ranks"}
-    sentence = ""
-    if "by_rank" not in about:
-        sentence = _of_one_rank(about["rank"], about["count"], rank, count)
-    elif about["count"] == count:
-        chosen |= about["by_rank"][rank]
-    elif rank == 0 and (differing := about["by_rank"][0]):
+    about, sentence = state["ranks"], ""
+    has_all = "by_rank" in about and about["count"] == count
+    chosen = about["by_rank"][rank] if has_all else {name: part for name, part in state.items() if name != "ranks"}
+    if about["count"] != count and rank == 0:
         sentence = (
             f"The state of the hooks was saved by {about['count']} ranks, and the run goes on with {count}: all go on "
-            f"with the state of rank 0. Not the same on all ranks: {', '.join(differing)}."
+            f"with the state of rank {about.get('rank', 0)}."
+        )
+    elif not has_all and about["count"] == count and about["rank"] != rank:
+        sentence = (
+            f"The state of the hooks is of rank {about['rank']} alone, and rank {rank} goes on with it. Next: save on "
+            "every rank, by state_dict(all_ranks=True)."
         )
     return _at_home(chosen, model), sentence
-
-
-def _of_one_rank(saved: int, before: int, rank: int, now: int) -> str:
-    if before != now and rank == 0:
-        return (
-            f"The state of the hooks is of {'one process' if before == 1 else f'rank {saved} of {before}'}, and the "
-            f"run goes on with {now}: {'every rank begins' if now > 1 else 'it goes on'} with that state."
-        )
-    if before == now and saved != rank:
-        return (
-            f"The state of the hooks is of rank {saved} alone, and rank {rank} goes on with it. Next: save on every "
-            "rank, by state_dict(all_ranks=True)."
-        )
-    return ""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

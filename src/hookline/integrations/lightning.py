@@ -1,7 +1,7 @@
 """`HooklineCallback`: hooks in Lightning's ``Trainer``, with automatic and with manual optimization.
 
 Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and it calls `HostRun`. Needs the package
-``lightning`` (or ``pytorch_lightning``), which ``pip install 'hookline[lightning]'`` brings.
+``lightning``, which ``pip install 'hookline[lightning]'`` brings.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ from hookline.tree import copied
 
 try:
     from lightning.pytorch import Callback
-except ModuleNotFoundError as absent:
-    if (absent.name or "").partition(".")[0] != "lightning":
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":
         raise  # it is there, and lacks something itself
-    try:
-        from pytorch_lightning import Callback  # type: ignore[import-not-found,unused-ignore]
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "pytorch_lightning":
-            raise
-        raise MissingPackageError(
-            "hookline.integrations.lightning needs the package lightning: pip install 'hookline[lightning]'."
-        ) from error
+    raise MissingPackageError(
+        "hookline.integrations.lightning needs the package lightning: pip install 'hookline[lightning]'."
+    ) from error
 
 if TYPE_CHECKING:
     from torch import nn

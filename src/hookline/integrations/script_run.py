@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +21,9 @@ from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.first_step import find_model, find_scaler
-from hookline.integrations.follow import Follow, follow
+from hookline.integrations.follow import Follow, error_of_process, follow
 from hookline.integrations.host_facts import command_name
 from hookline.integrations.host_manager import recorder_of
-from hookline.integrations.process_end import at_sigterm, error_of_process
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
@@ -36,6 +38,8 @@ __all__ = ["begin_script"]
 
 _FLUSH_EVERY: Final = 50
 """Steps: what a script loses at most when it is killed."""
+_MOST_SECONDS: Final = 10.0
+"""To write everything after SIGTERM: torchrun waits for 30 s before it kills."""
 _NUMBERS: Final = itertools.count()
 
 
@@ -110,7 +114,7 @@ class _ScriptRun:
                 run.when_closed(register_hooks(model, [spec]).remove)
             except Exception as error:
                 _tell_not_attached(f"the spec {spec.name}: {error_text(error)}")
-        at_sigterm(lambda: _end_by_signal(run))
+        _at_sigterm(lambda: _end_by_signal(run))
         options = to_plain(asked.model_dump(exclude_unset=True))
         told = {"name": asked.name, "options": options, "command": asked.command}
         run.note(**told, set_up_seconds=time.perf_counter() - began)
@@ -120,6 +124,29 @@ class _ScriptRun:
         if self._folder is not None:
             told = {"experiment": self._name, "status": "failed", "error": error_text(error)}
             write_run_json(self._folder, read_run_json(self._folder) | told)
+
+
+def _at_sigterm(act: Callable[[], None]) -> None:
+    """Call ``act`` when SIGTERM comes, then let it end the process: torchrun ends all ranks so when one has died.
+
+    Where the script has a handler of its own already, or this is not the main thread, nothing is done: the handler
+    decides whether the process ends, and a process that ends as Python processes do is heard of in other ways.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    process = os.getpid()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == process:  # a child that was forked later has this too
+            # The signal may have come within a flush, whose lock this thread holds: another one cannot block it.
+            worker = threading.Thread(target=act, name="hookline-sigterm", daemon=True)
+            worker.start()
+            worker.join(_MOST_SECONDS)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def _end_by_signal(run: Follow) -> None:

@@ -55,13 +55,6 @@ class SnapshotSteps:
         interval = self._interval(step)
         return -(-step // interval) * interval
 
-    def count(self, steps: int) -> int:
-        """Return how many reports a run of so many steps has, that of its last step included."""
-        found, step = 0, 0
-        while self.every > 0 and (step := self.next(step)) < steps:
-            found, step = found + 1, step + 1
-        return found + (steps > 0 and self.every > 0 and not self.is_due(steps - 1))
-
     def _interval(self, step: int) -> int:
         return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
 
@@ -103,11 +96,6 @@ class StepReports:
             self._report(run)
         else:
             self._is_open, self._loss = True, run.loss
-
-    def take_now(self, run: Run) -> None:
-        """Fire SNAPSHOT where it is not due; mean gradients are those of the steps up to the next report."""
-        self._is_open = False
-        run.fire(HookPoint.SNAPSHOT)
 
     def end_run(self, run: Run, *, is_in_step: bool) -> None:
         """Report the steps since the last report, which a run of any length would otherwise end without.

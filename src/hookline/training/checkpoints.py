@@ -248,11 +248,6 @@ def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
     return value
 
 
-def rank_digest(tree: Any) -> int:
-    """Return a number that is the same on two ranks only if they hold the same, each on a device of its own."""
-    return checkpoint_file.digest(map_tensors(local_parts(tree), lambda _, tensor: tensor.cpu()))
-
-
 def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> int:
     """Write the state of this rank; return the bytes of all. All ranks call it.
 

@@ -1,0 +1,260 @@
+"""Notice what a loop does without an edit in it: the losses of its backwards, and the passes over its loader.
+
+`Follow` and the start of a followed script make a `BackwardLosses` and a `LoaderPasses`. Both change torch's functions
+for as long as they last, and leave the tensors of the loop as they are; the device is not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.distributed.shards import placed
+from hookline.errors import UnhookableError
+from hookline.integrations.wrapped import wrapped
+from hookline.messages import type_name
+from hookline.phases import phase
+from hookline.sites.functions.replaced_function import BACKWARD, Mark, mark_of
+
+__all__ = ["BackwardLosses", "LoaderPass", "LoaderPasses"]
+
+# -- losses ------------------------------------------------------------------------------------------------------
+
+_MOST_PARAMETERS: Final = 256
+"""Of how many parameters gradients are looked at: 50 µs."""
+
+
+class _Noted(NamedTuple):
+    """The loss of one backward."""
+
+    loss: Tensor
+    scale: Tensor | None
+    is_own: bool = True
+    """Whether its backward has changed a gradient of the model: else it is the loss of another one."""
+
+
+class BackwardLosses:
+    """Add up the numbers on which ``backward()`` was called since `take` was called last.
+
+    Recipe::
+
+        losses = BackwardLosses()
+        (model(x).square().mean() / 2).backward()
+        (model(y).square().mean() / 2).backward()
+        losses.take()  # their sum, which is the loss of the step
+
+    Gradients that have changed between two backwards were cleared, and the losses before are no part of a step.
+
+    Args:
+        scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
+        most: How many are kept at most; later ones are passed over.
+        parameters: Those that are trained.
+        on_forget: Called when losses turn out to be no part of a step.
+    """
+
+    def __init__(
+        self,
+        scale: Callable[[], Tensor | None] = lambda: None,
+        *,
+        most: int | None = None,
+        parameters: Iterable[Tensor] = (),
+        on_forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._scale = scale
+        self._most = most
+        self._on_forget = on_forget
+        self._looked_at = _some_of(tuple(parameters))
+        self._noted: list[_Noted] = []
+        self._begun: list[_Noted] = []
+        """The losses of the backward that is under way."""
+        self._before: list[Mark] = []
+        self._after: list[Mark] = []
+        """The marks of the gradients before a backward, and after the last one."""
+        self.keeps_all = False
+        """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
+        BACKWARD.add(self)
+
+    def take(self, *, first: bool = False) -> Tensor | None:
+        """Return their sum, or the first of them, on its device; None if there were none. Begin anew."""
+        noted, self._noted, self.keeps_all = self._noted, [], False
+        own = [one for one in noted if one.is_own] or noted  # if none is, gradients are kept where nobody looks
+        if len(own) == 1 and own[0].scale is None:  # the usual case, without any arithmetic
+            return own[0].loss
+        with torch.no_grad():
+            parts = [one.loss.reshape(()) if one.scale is None else one.loss.reshape(()) / one.scale for one in own]
+            return sum(parts[1:1] if first else parts[1:], start=parts[0]) if parts else None
+
+    def hand_to(self, other: BackwardLosses) -> None:
+        """Let ``other`` have those that were noted here, which began to listen later."""
+        other._noted = [_Noted(one.loss, other._scale()) for one in self._noted] + other._noted
+        self._noted = []
+
+    def forget(self) -> None:
+        """Begin anew: what was noted belongs to no step."""
+        self._noted = []
+        self._on_forget()
+
+    def remove(self) -> None:
+        """Notice nothing more; may be called again."""
+        BACKWARD.discard(self)
+        self._noted = []
+
+    # -- called around each backward ---------------------------------------------------------------------
+
+    def is_wanted(self) -> bool:
+        """Return True: each backward may be that of a step."""
+        return True
+
+    def note(self, loss: Any) -> None:
+        """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
+        if phase() != "train" or not is_number or len(self._noted) == self._most:
+            return
+        if not self._begun:
+            self._before = list(map(_mark, self._looked_at))
+            if self._noted and self._before != self._after and not self.keeps_all:
+                self.forget()
+        self._begun.append(_Noted(loss.detach(), self._scale()))
+
+    def marks(self) -> list[Mark]:
+        """Return something that changes with the gradients of the model."""
+        return self._before
+
+    def note_gradients(self, before: list[Mark]) -> None:
+        """Look whether the backward has changed a gradient."""
+        if self._begun:
+            begun, self._begun = self._begun, []
+            self._after = list(map(_mark, self._looked_at))
+            is_own = self._after != before or any(placed(each) is not None for each in self._looked_at[:1])
+            self._noted += [one._replace(is_own=is_own) for one in begun]
+
+
+def _mark(parameter: Tensor) -> Mark:
+    """Return what tells of a change of a gradient; of FSDP2, which adds inside of one, whether there is any."""
+    return mark_of(parameter) if placed(parameter) is None or parameter.grad is None else (0, 0)
+
+
+def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return parameters whose gradients tell of which model a backward was, evenly from first to last."""
+    return parameters[:: -(-len(parameters) // _MOST_PARAMETERS) or 1]
+
+
+# -- batches -----------------------------------------------------------------------------------------------------
+
+
+class LoaderPasses:
+    """Tell when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
+
+    Recipe::
+
+        passes = LoaderPasses(loader, on_batch, on_end)
+        for batch in loader:  # calls on_batch(each) each time, on_end(each) after the last one
+            ...
+        passes.remove()
+
+    The ``__iter__`` of the loader's class is wrapped for as long as it is followed: the iterator of the loader is put
+    into a `LoaderPass`, which hands everything through. Other objects of the class get their own iterator.
+
+    Args:
+        loader: A ``DataLoader``, or an object of any class in Python that can be iterated; or such a class, for all of
+            its objects.
+        on_batch: Called with the `LoaderPass`, which has the batch, before the loop gets it.
+        on_end: Called with the `LoaderPass` when there is no batch left.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        on_batch: Callable[[LoaderPass], None],
+        on_end: Callable[[LoaderPass], None] = lambda each: None,
+    ) -> None:
+        self.on_batch, self.on_end = on_batch, on_end
+        self._loader = loader
+        owner = _owner_of_iter(loader if isinstance(loader, type) else type(loader))
+        self._end = wrapped(owner, "__iter__", self._iter)
+
+    def _iter(self, original: Any, loader: Any) -> Any:
+        is_followed = loader is self._loader or isinstance(self._loader, type)
+        return LoaderPass(original(loader), self, loader) if is_followed else original(loader)
+
+    def remove(self) -> None:
+        """Follow it no more; may be called again, and while a pass is under way."""
+        self._end()
+        self.on_batch = self.on_end = _ignore
+        self._loader = None
+
+
+class LoaderPass:
+    """One pass over a loader: the loader's own iterator, with its batches announced."""
+
+    def __init__(self, iterator: Iterator[Any], passes: LoaderPasses, loader: Any) -> None:
+        self._iterator = iterator
+        self._passes = passes
+        self.loader = loader
+        """The loader that the pass goes over."""
+        self.batch: Any = None
+        """The batch that was given last."""
+        self.count = 0
+        """How many batches were given."""
+        self.is_over = False
+        """Whether the last batch was given."""
+
+    def __iter__(self) -> LoaderPass:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.batch = None
+            if not self.is_over:
+                self.is_over = True
+                self._passes.on_end(self)
+            raise
+        self.batch = batch
+        self.count += 1
+        self._passes.on_batch(self)
+        return batch
+
+    def tell(self) -> None:
+        """Announce the newest batch once more, to the one who has the pass now."""
+        self._passes.on_batch(self)
+
+    def hand_to(self, passes: LoaderPasses) -> None:
+        """Announce the rest of this pass to others."""
+        self._passes = passes
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]  # raises as the iterator itself would
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the iterator itself, where that can be: a copy is no pass of the loop."""
+        return self._iterator.__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_iterator":  # of an object that was made without __init__
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+
+def _owner_of_iter(loader_type: type) -> type:
+    """Return the class in which the ``__iter__`` of a loader is written."""
+    owner = next((base for base in loader_type.__mro__ if "__iter__" in vars(base)), None)
+    if owner is None or not owner.__flags__ & _HEAP_TYPE:
+        raise UnhookableError(
+            f"loader= is {type_name(loader_type)}, whose iteration cannot be followed: its class is not written in "
+            "Python. Next: give a DataLoader (DataLoader(data, batch_size=None) gives the items of a list as they "
+            "are), or leave loader= out; then everything is one epoch."
+        )
+    return owner
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+_HEAP_TYPE: Final = 1 << 9
+"""Of a class whose attributes can be set; those written in C lack it."""
