@@ -1,4 +1,4 @@
-"""Rows about ``hl.capture``: twelve block outputs kept, against hand-written hooks and a few more options.
+"""Rows about ``hl.capture``: twelve block outputs kept, against hand-written hooks.
 
 Takes a `Subject`, hands `Row`s to ``rows``.
 """
@@ -6,7 +6,7 @@ Takes a `Subject`, hands `Row`s to ``rows``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from measure import Row, added, interleave, ratios, spread, trial, typical
 from models import TINY
@@ -19,11 +19,10 @@ __all__ = ["capturing"]
 
 
 def capturing(setting: Setting) -> Iterator[Row]:
-    """``hl.capture`` of twelve block outputs: while it is on, and as a whole idiom."""
+    """``hl.capture`` of twelve block outputs, while it is on."""
     for shape in setting.shapes:
         subject = Subject(shape, setting)
         yield from while_on(subject, setting)
-        yield from whole(subject, setting)
 
 
 @contextmanager
@@ -48,8 +47,8 @@ def while_on(subject: Subject, setting: Setting) -> Iterator[Row]:
             yield
 
     @contextmanager
-    def ours(**options: object) -> Iterator[None]:
-        with hl.capture(model, "h.#", **options) as cache:
+    def ours() -> Iterator[None]:
+        with hl.capture(model, "h.#") as cache:
             box[0] = cache
             yield
 
@@ -61,54 +60,19 @@ def while_on(subject: Subject, setting: Setting) -> Iterator[Row]:
         "bare": nullcontext,
         "torch": hand,
         "torch again": hand,
-        "": ours,
-        ", scope='process'": lambda: ours(scope="process"),
-        ", clone=True": lambda: ours(clone=True),
-        ", index=(slice(None), -1)": lambda: ours(index=(slice(None), -1)),
-        ", inputs=True": lambda: ours(inputs=True),
+        "ours": ours,
     }
     trials = [trial(name, run, inner=subject.inner, hooked=on, device=setting.device) for name, on in hooked.items()]
     samples = interleave(trials, setting.rounds(300 if subject.shape is TINY else 40))
-    for name in [name for name in hooked if name in ("",) or name.startswith(",")]:
-        yield Row(
-            f"capture of 12 block outputs{name}",
-            f'forward under `hl.capture(model, "h.#"{name})`, which stays on',
-            "forward under twelve `register_forward_hook` closures that store into a dict",
-            str(subject.shape),
-            spread(ratios(samples, name, "torch")),
-            spread(ratios(samples, "torch again", "torch")),
-            f"{typical(samples, name) * 1e3:.3f} / {typical(samples, 'torch') * 1e3:.3f} ms; "
-            f"{added(samples, name, 'bare') / 12e-6:.2f} / {added(samples, 'torch', 'bare') / 12e-6:.2f} "
-            "µs per hook beyond bare",
-            at_most=None if name else 1.05,
-        )
-
-
-def whole(subject: Subject, setting: Setting) -> Iterator[Row]:
-    """Attach, run, read the twelve outputs, remove."""
-    model = subject.model
-    names = [f"h.{index}" for index in range(subject.shape.layers)]
-
-    def call(capture: AbstractContextManager[object]) -> None:
-        with capture as cache:
-            subject.forward()
-        for name in names:
-            cache[name]
-
-    calls = {
-        "bare": subject.forward,
-        "torch": lambda: call(by_hand(model, {})),
-        "torch again": lambda: call(by_hand(model, {})),
-        "ours": lambda: call(hl.capture(model, "h.#")),
-    }
-    trials = [trial(name, run, inner=subject.inner, device=setting.device) for name, run in calls.items()]
-    samples = interleave(trials, setting.rounds(200 if subject.shape is TINY else 40))
     yield Row(
-        "capture of 12 block outputs, attach to remove",
-        'attach, forward, read, remove: `with hl.capture(model, "h.#") as cache: …`',
-        "the same by hand",
+        "capture of 12 block outputs",
+        'forward under `hl.capture(model, "h.#")`, which stays on',
+        "forward under twelve `register_forward_hook` closures that store into a dict",
         str(subject.shape),
         spread(ratios(samples, "ours", "torch")),
         spread(ratios(samples, "torch again", "torch")),
-        f"{added(samples, 'ours', 'bare') * 1e6:.0f} / {added(samples, 'torch', 'bare') * 1e6:.0f} µs beyond bare",
+        f"{typical(samples, 'ours') * 1e3:.3f} / {typical(samples, 'torch') * 1e3:.3f} ms; "
+        f"{added(samples, 'ours', 'bare') / 12e-6:.2f} / {added(samples, 'torch', 'bare') / 12e-6:.2f} "
+        "µs per hook beyond bare",
+        at_most=1.05,
     )

@@ -10,16 +10,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-import torch
 from measure import Row, Trial, added, interleave, ratios, spread, trial, typical
 from models import TINY
-from subject import Setting, Subject, by_torch, empty, empty_grad, empty_pre, empty_site, is_leaf
+from subject import Setting, Subject, by_torch, empty, empty_grad, empty_pre, is_leaf
 from torch import nn
 
 import hookline as hl
 from hookline.sites.kinds import MODULE
 
-__all__ = ["backward", "forward", "removed", "single"]
+__all__ = ["backward", "forward", "removed"]
 
 
 def removed(setting: Setting) -> Iterator[Row]:
@@ -107,39 +106,6 @@ def forward_of(subject: Subject, setting: Setting) -> Iterator[Row]:
             f"{typical(samples, name) * 1e3:.3f} / {typical(samples, 'torch') * 1e3:.3f} ms "
             f"(bare {typical(samples, 'bare') * 1e3:.3f})",
             at_most=1.03,
-        )
-
-
-def single(setting: Setting) -> Iterator[Row]:
-    """What one empty hook adds to one call."""
-    parent = nn.Sequential(nn.Identity())
-    module, x = parent[0], torch.zeros(1)
-
-    def by_hand() -> AbstractContextManager[object]:
-        return module.register_forward_hook(empty)
-
-    hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "bare": nullcontext,
-        "torch": by_hand,
-        "torch again": by_hand,
-        "forward": lambda: hl.attach(parent, "0", empty),
-        "forward, observe=True": lambda: hl.attach(parent, "0", empty, observe=True),
-        "forward, with site": lambda: hl.attach(parent, "0", empty_site),
-        "forward, always_call=True": lambda: hl.attach(parent, "0", empty, always_call=True),
-        "forward_pre": lambda: hl.attach(parent, "0", empty_pre, on="forward_pre"),
-    }
-    trials = [trial(name, lambda: module(x), inner=10, batch=500, hooked=on) for name, on in hooked.items()]
-    samples = interleave(trials, setting.rounds(60))
-    same = spread(ratios(samples, "torch again", "torch", beyond="bare"))
-    for name in [name for name in hooked if name.startswith("forward")]:
-        yield Row(
-            f"one empty hook, {name}",
-            "what `hl.attach` adds to a call",
-            "what an empty `register_forward_hook` adds",
-            "one Identity",
-            spread(ratios(samples, name, "torch", beyond="bare")),
-            same,
-            f"{added(samples, name, 'bare') * 1e6:.2f} / {added(samples, 'torch', 'bare') * 1e6:.2f} µs",
         )
 
 

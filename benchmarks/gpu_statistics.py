@@ -1,15 +1,10 @@
-"""Rows about statistics on a GPU: the kernel alone, and a watched training step of GPT-2, eager and compiled.
+"""Rows about statistics on a GPU: a watched training step of GPT-2, eager and compiled.
 
-Takes a GPT-2 from ``models``, hands `Row`s to ``rows``. By itself, in parts that fit a short lease:
-
-    python benchmarks/gpu_statistics.py --only kernel eager
-    python benchmarks/gpu_statistics.py --only compiled --batch 8
-    python benchmarks/gpu_statistics.py --device cpu --quick    that it runs; the figures mean nothing
+Takes a GPT-2 from ``models``, hands `Row`s to ``rows``.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,24 +15,18 @@ from typing import Any
 import torch
 from measure import Row, Samples, interleave, ratios, spread, trial, typical
 from models import GPT, SMALL, TINY, Block, Shape, tokens_for
-from results import console_line
 from subject import Setting
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.kernel import Kernel, readable
-from hookline.observe.watch.place import DeviceRows
-from hookline.observe.watch.row import Layout
 
-__all__ = ["gpu_compiled", "gpu_eager", "gpu_kernel"]
+__all__ = ["gpu_compiled", "gpu_eager"]
 
 BATCHES = (8, 32)
 HUNDRED = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, Block)
 """All of GPT-2 but what only passes on: dropouts, and what holds the parts of a block together."""
 _KINDS = ("forward", "backward")
-_WANTED = 2.8e12
-"""Bytes a second."""
 _EAGER = {8: 1.25, 32: 1.12}
 COMPILED = {
     ("forward", 8): 1.05,
@@ -79,44 +68,6 @@ class Training:
             torch.cuda.reset_peak_memory_stats()
             self.step()
             return torch.cuda.max_memory_allocated() / 2**30
-
-
-# -- the kernel ----------------------------------------------------------------------------------------------
-
-
-def gpu_kernel(setting: Setting) -> Iterator[Row]:
-    """The default statistics of 537 MB of bfloat16, against what the target gives it, `sum()` and `clone()`."""
-    size = 1 << 28 if setting.device.type == "cuda" else 1 << 16
-    x = torch.randn(size, device=setting.device).bfloat16()
-    ours = _taking(setting, [x])
-    calls: dict[str, Callable[[], object]] = {
-        "statistics": ours,
-        "statistics again": ours,
-        "sum": x.sum,
-        "clone": x.clone,
-    }
-    batch = 10 if setting.device.type == "cuda" else 1
-    trials = [trial(name, call, inner=3, batch=batch, device=setting.device) for name, call in calls.items()]
-    samples = interleave(trials, setting.rounds(50))
-    rates = {name: x.nbytes * (2 if name == "clone" else 1) / typical(samples, name) / 1e12 for name in calls}
-    told = f"{rates['statistics']:.2f} TB/s; sum() {rates['sum']:.2f}, clone() {rates['clone']:.2f} read and written"
-    same = spread(ratios(samples, "statistics again", "statistics"))
-    model = f"{x.nbytes / 1e6:.0f} MB of bfloat16"
-    allowed = [seconds / (x.nbytes / _WANTED) for seconds in samples["statistics"]]
-    yield Row("statistics kernel", "one pass: sums, extremes, zeros, NaN and Inf", "the same at 2.8 TB/s", model,
-              spread(allowed), same, told, at_most=1.0)  # fmt: skip
-    yield Row("statistics kernel against sum()", "one pass for all", "x.sum()", model,
-              spread(ratios(samples, "statistics", "sum")), same, told)  # fmt: skip
-
-
-def _taking(setting: Setting, some: list[Tensor]) -> Callable[[], None]:
-    layout = Layout.of(None)
-    state = DeviceRows(layout, setting.device)
-    if setting.device.type != "cuda":
-        return lambda: [x.sum() for x in some] and None
-    kernel = Kernel(layout, setting.device)
-    items = [(readable(x), state.new_row(), None) for x in some]
-    return lambda: kernel.take(items)
 
 
 # -- a step of training --------------------------------------------------------------------------------------
@@ -252,11 +203,9 @@ def _release(setting: Setting) -> None:
 
 
 @contextmanager
-def watching(training: Training, every: int = 1, limit: int | None = None, target: Any = HUNDRED) -> Iterator[None]:
+def watching(training: Training, every: int = 1, target: Any = HUNDRED) -> Iterator[None]:
     """Outputs and gradients of a hundred modules."""
     watch = hl.watch(training.model, target, on=_KINDS, optimizer=training.optimizer, every=every)
-    if limit is not None:
-        watch._engine.limit = limit
     try:
         yield
         lost = [reason for reason in watch.report()["silent"].values() if "not counted" in reason]
@@ -301,34 +250,3 @@ def naive(x: Tensor) -> tuple[float, ...]:
     x = x.detach().float()
     found = (x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).float().mean())
     return tuple(each.item() for each in found)
-
-
-def main() -> None:
-    """Measure the groups that were asked for, and print their rows."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", default=["kernel", "eager", "compiled"])
-    parser.add_argument("--batch", type=int, nargs="*", default=list(BATCHES))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    setting = Setting(
-        torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu"), options.quick
-    )
-    if setting.device.type == "cpu":
-        torch.backends.mkldnn.enabled = False
-    batches = tuple(options.batch)
-    groups: dict[str, Callable[[], Iterator[Row]]] = {
-        "kernel": lambda: gpu_kernel(setting),
-        "eager": lambda: gpu_eager(setting, batches),
-        "compiled": lambda: gpu_compiled(setting, batches),
-    }
-    for name, rows in groups.items():
-        if name in options.only:
-            start = time.perf_counter()
-            for row in rows():
-                print(console_line(row), flush=True)
-            print(f"  {name}: {time.perf_counter() - start:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """The models that are measured, with no dependency beyond torch.
 
-Takes a shape, hands modules to the rows. `GPT` has the modules of GPT-2 under GPT-2's own names; `Wide` has as
-many modules as one likes and computes nothing.
+Takes a shape, hands modules to the rows. `GPT` has the modules of GPT-2 under GPT-2's own names.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "SMALL", "TINY", "Shape", "tokens_for", "wide"]
+__all__ = ["GPT", "SMALL", "TINY", "Shape", "tokens_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +101,6 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x)
         return self.lm_head(self.ln_f(x))
-
-
-def wide(num_modules: int) -> nn.Module:
-    """A model whose ``layers.*`` are that many modules: blocks of nine children and themselves."""
-    model = nn.Module()
-    model.layers = nn.ModuleList(nn.Sequential(*(nn.Identity() for _ in range(9))) for _ in range(num_modules // 10))
-    return model
 
 
 def tokens_for(shape: Shape, device: torch.device) -> Tensor:

@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator
 
 from adapters import adapters
 from analyses import analyses
-from attaching import attaching, importing
 from capturing import capturing
 from compiled import compiled
 from debug_checks import debug_checks
 from debugging import debug
 from emitting import emitting, emitting_five
-from firing import backward, forward, removed, single
+from firing import backward, forward, removed
 from functions import functions
-from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
+from gpu_statistics import gpu_compiled, gpu_eager
 from guarding import guarding, guarding_large
+from importing import importing
 from managing import managing
 from measure import Row
 from rank_rows import ranks
-from replaying import replaying
 from serving import serving
 from subject import Setting
 from threads import threads
@@ -44,23 +43,19 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "adapters": adapters,
     "emitting": emitting,
     "emitting_five": emitting_five,
-    "replaying": replaying,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "analyses": analyses,
-    "attaching": attaching,
     "importing": importing,
     "compiled": compiled,
-    "single": single,
     "threads": threads,
     "serving": serving,
-    "gpu_kernel": gpu_kernel,
     "gpu_eager": gpu_eager,
     "gpu_compiled": gpu_compiled,
 }
 """Those with targets first."""
 
-_STATISTICS = ("gpu_kernel", "gpu_eager", "gpu_compiled")
+_STATISTICS = ("gpu_eager", "gpu_compiled")
 ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
 ON_GPU = (
     *_STATISTICS,

@@ -14,7 +14,7 @@ from models import GPT, SMALL, TINY, Shape, tokens_for
 from torch import nn
 
 __all__ = [
-    "Setting", "Subject", "by_torch", "empty", "empty_grad", "empty_pre", "empty_site", "is_leaf",
+    "Setting", "Subject", "by_torch", "empty", "empty_grad", "empty_pre", "is_leaf",
 ]  # fmt: skip
 
 
@@ -65,7 +65,6 @@ class Subject:
 
 def empty_pre(module, args): ...
 def empty(module, args, output): ...
-def empty_site(module, args, output, *, site): ...
 def empty_grad(module, grad_input, grad_output): ...
 
 

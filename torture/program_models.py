@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "Made"]
+__all__ = ["MODELS", "Made", "Swish"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,36 @@ class Branches(nn.Module):
         return self.experts[chosen](x) * scores[:, chosen : chosen + 1]
 
 
+class Swish(torch.autograd.Function):
+    """A function of the program's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(x)
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, gate = ctx.saved_tensors
+        return grad * (gate + x * gate * (1 - gate))
+
+
+class Own(nn.Module):
+    """Uses its input four times, in place too, behind a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.drop = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + torch.tanh(self.mix(x)) * torch.softmax(x @ self.mix.weight, dim=-1)
+        x = torch.cat(Swish.apply(self.drop(x)).split(2, dim=-1), -1) * 2
+        x += x.mean() * 0.1
+        return x
+
+
 def _norms() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, 4))
 
@@ -106,5 +137,6 @@ MODELS: dict[str, Made] = {
     "recurrent": Made(Recurrent),
     "recomputed": Made(Recomputed),
     "branches": Made(Branches),
+    "own function": Made(Own),
     "weight norm": Made(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh())),
 }

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from helpers_cases import Case, Part
-from program_models import MODELS
+from program_models import MODELS, Swish
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +29,7 @@ from hookline import debug
 
 __all__ = ["PART"]
 
+KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
 STEPS = 4
 BLIND = 20
 """Each so-manieth program is a negative control."""
@@ -182,29 +183,56 @@ def _watch(t: Training, rng: random.Random, seen: Seen) -> Any:
     return hl.watch(t.model, "*", on=kinds, stats=stats, every=rng.randint(1, 3), optimizer=t.optimizer)
 
 
+def _reads(*shown: Any) -> None:
+    """Read every tensor that a hook of any kind is shown, with operators of its own; return nothing."""
+    for value in shown:
+        if isinstance(value, tuple | list):
+            _reads(*value)
+        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            value.detach().double().square().mean()
+
+
+def _junk(*shown: Any) -> str:
+    """Read the same, and return what nobody may take: for hooks that only observe."""
+    _reads(*shown)
+    return "to be ignored"
+
+
 def _observe(t: Training, rng: random.Random, seen: Seen) -> Any:
-    kind = rng.choice(["forward", "forward_pre", "backward", "backward_pre"])
-    return hl.attach(t.model, _some(t.model, rng), lambda *found: None, on=kind, observe=rng.random() < 0.5)
+    kind, observe = rng.choice(KINDS), rng.random() < 0.5
+    return hl.attach(t.model, _some(t.model, rng), _junk if observe else _reads, on=kind, observe=observe)
 
 
 def _everywhere(t: Training, rng: random.Random, seen: Seen) -> Any:
-    return hl.attach_everywhere(lambda *found: None, within=t.model, observe=True)
+    return hl.attach_everywhere(_junk, on=rng.choice(KINDS), within=rng.choice([t.model, None]), observe=True)
 
 
 def _functions(t: Training, rng: random.Random, seen: Seen) -> Any:
-    target = rng.choice(["torch.nn.functional.*", "torch.*", "aten.mm*", "aten.add*"])
-    return hl.attach_function(target, lambda *found: None, within=t.model, observe=True, strict=False)
+    target = rng.choice(["*", "torch.Tensor.*", "torch.*", "aten.*", Swish])
+    kind = rng.choice(KINDS[:2] if target == "aten.*" else KINDS)
+    observe, within = rng.random() < 0.5, rng.choice([t.model, None])
+    hook = _junk if observe else _reads
+    return hl.attach_function(target, hook, on=kind, within=within, observe=observe, strict=False)
+
+
+def _tensors(t: Training, rng: random.Random, seen: Seen) -> Any:
+    trained = [p for p in t.model.parameters() if p.requires_grad]
+    return hl.HandleSet(
+        [
+            *(hl.attach_tensor(parameter, _junk, observe=True) for parameter in trained),
+            hl.attach_node(trained[0], _junk, on="pre", observe=True),
+            hl.attach_tensor(trained, _reads),
+        ]
+    )
 
 
 def _parameters(t: Training, rng: random.Random, seen: Seen) -> Any:
-    return hl.attach(t.model, None, lambda *found: None, on="param_grad")
+    return hl.attach(t.model, None, _reads, on="param_grad")
 
 
 def _steps(t: Training, rng: random.Random, seen: Seen) -> Any:
     kind = rng.choice(["step_pre", "step_post"])
-    return hl.attach_optimizer(
-        t.optimizer, lambda *found: None, on=kind, observe=kind == "step_pre" and rng.random() < 0.5
-    )
+    return hl.attach_optimizer(t.optimizer, _reads, on=kind, observe=kind == "step_pre" and rng.random() < 0.5)
 
 
 @contextmanager
@@ -271,6 +299,7 @@ INSTRUMENTS: dict[str, Instrument] = {
     "observe": _observe,
     "everywhere": _everywhere,
     "functions": _functions,
+    "tensors": _tensors,
     "parameters": _parameters,
     "steps": _steps,
     "trace": _trace,
@@ -355,7 +384,7 @@ PART = Part(
     does="random training programs under random instruments, put on and taken off midway, against the same bare",
     holds="bits and captures",
     goal=2_000,
-    quick=20,
+    quick=60,
     run_case=run_case,
     prepare=prepare,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -132,52 +131,6 @@ def test_good_options_are_tried_without_writing(capsys, tmp_path):
     assert [each.name for each in tmp_path.rglob("*")] == ["hooks.json"]
 
 
-def test_a_factory_of_ones_own_may_say_how_to_try_its_options(no_factory, monkeypatch, capsys):
-    """By an attribute; without one it is not called (see above)."""
-    import experiments
-
-    from hookline.errors import OptionError
-
-    def check(config):
-        raise OptionError(f"no colour {config['colour']}")
-
-    monkeypatch.setattr(experiments.count_calls, "check_config", check, raising=False)
-    assert run_here("check", write([SPEC | {"config": {"colour": "red"}}], "hooks.json")) == 2
-    assert "at $[0].config: no colour red" in capsys.readouterr().err
-
-
-def test_a_folder_of_transformers_is_a_model(capsys, tmp_path, monkeypatch):
-    """Of its config.json alone, under the names of the class that it was saved from; ordinary errors otherwise."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50_000, "hidden_size": 3072, "num_hidden_layers": 3, "intermediate_size": 12_288}
-    config = transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"])
-    config.save_pretrained(tmp_path / "bert")
-    assert run_here("find", "bert", "*.layer.#") == 0
-    out = capsys.readouterr().out
-    assert "bert.encoder.layer.2" in out
-    assert "BertLayer" in out
-    spec = SPEC | {"target_modules": ["role:unembed"]}
-    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent))
-    assert run_here("check", write([spec], "hooks.json"), "--model", "bert") == 0
-    assert "cls.predictions.decoder" in capsys.readouterr().out
-    Path("empty").mkdir()
-    assert run_here("find", "empty") == 2
-    assert "no config.json" in capsys.readouterr().err
-    Path("bert/config.json").write_text('{"model_type": "nothing_known"}')
-    assert run_here("find", "bert") == 2
-    assert "The nothing_known in bert cannot be made from its config.json" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run_here("find", "bert") == 2
-    assert "needs the transformers package: pip install" in capsys.readouterr().err
-
-
-def test_a_factory_beside_the_file_is_found(monkeypatch, capsys):
-    """From the current folder, also where Python does not look there by itself."""
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    Path("k_my_factories.py").write_text("def make(config):\n    raise OSError\n")
-    assert run_here("check", write([SPEC | {"hook_factory": "k_my_factories:make"}], "hooks.json")) == 0
-
-
 RUN = f"""\
 experiment: {TINY}
 config: {{epochs: 2}}
@@ -239,12 +192,6 @@ def test_what_depends_on_the_rest_of_the_file_is_told_too(text, said, capsys, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_a_flag_says_has_no_place_in_the_file(capsys):
-    """And what the file says in its place is not looked at."""
-    assert run_here("run", write(f"experiment: {TINY}\nhooks: [hesian]\n"), "--hooks", "nrms") == 2
-    assert capsys.readouterr().err.startswith("hookline: --hooks: Unknown hook: 'nrms'.")
-
-
 # -- run -------------------------------------------------------------------------------------------------------
 
 
@@ -263,57 +210,6 @@ def test_a_run_file_brings_hooks_schedules_specs_and_sinks(seen, tmp_path):
     assert "relu_activations/active_fraction" in (folder / "lines.log").read_text()
 
 
-CLOSING = """\
-class Counting:
-    def __init__(self, config):
-        self.config, self.calls = config, 0
-
-    def __call__(self, module, inputs, output):
-        self.calls += 1
-
-    def close(self):
-        with open(self.config["file"], "a") as file:
-            file.write(f"{self.calls} calls")
-"""
-
-
-def test_hooks_on_modules_write_what_they_have_when_the_run_is_over():
-    """Those that have a close()."""
-    Path("k_closing.py").write_text(CLOSING)
-    file = write(
-        [SPEC | {"target_modules": "1", "hook_factory": "k_closing:Counting", "config": {"file": "x"}}], "h.json"
-    )
-    assert run_here("run", TINY, "--epochs", "1", "--hook-specs", file, *QUIET) == 0
-    calls, _, word = Path("x").read_text().partition(" ")
-    assert (int(calls) >= 3, word) == (True, "calls")
-
-
-@pytest.mark.parametrize(
-    ("factory", "code", "said"),
-    [
-        ("experiments:nope", 2, "line 1, at $[0].hook_factory: Module 'experiments' has no attribute 'nope'"),
-        ("k_nowhere:f", 2, "line 1, at $[0].hook_factory: No module named 'k_nowhere'"),
-        ("k_raises:f", 1, "ZeroDivisionError"),
-    ],
-)
-def test_a_factory_that_cannot_be_had_leaves_no_folder_behind(factory, code, said, capsys, tmp_path):
-    """Neither one that is not there nor one that raises."""
-    Path("k_raises.py").write_text("def f(config):\n    return 1 / 0\n")
-    file = write([SPEC | {"hook_factory": factory}], "hooks.json")
-    assert run_here("run", TINY, "--hook-specs", file, *QUIET) == code
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
-def _steps_of(folder: Path) -> list[int]:
-    """The steps at which the hook was asked."""
-    found = []
-    for record in records_of(folder):
-        value = record["metrics"].get("seen/step", [])
-        found += value if isinstance(value, list) else [value]
-    return found
-
-
 def test_a_dry_run_shows_schedules_and_where_hooks_sit(seen, capsys):
     """As the run would have them."""
     assert run_here("run", write(RUN), "--dry-run") == 0
@@ -321,27 +217,3 @@ def test_a_dry_run_shows_schedules_and_where_hooks_sit(seen, capsys):
     assert "1 of every 4 steps from 2" in " ".join(out.split())
     rows = {line.split()[0]: line.split() for line in out[out.index("Specs") :].splitlines() if line.strip()}
     assert rows["count"] == ["count", "forward", "1", "1"]
-
-
-def test_a_dry_run_shows_hooks_on_modules_of_a_run_that_has_no_others(capsys):
-    """``--hooks none`` takes away the lifecycle hooks alone."""
-    spec = {"name": "s", "target_modules": ["*"], "hook_factory": "hookline.testing.model_hooks:dummy_hook_factory"}
-    assert run_here("run", TINY, "--hooks", "none", "--hook-specs", write([spec], "hooks.json"), "--dry-run") == 0
-    out = capsys.readouterr().out
-    assert "s      forward" in out.partition("Specs")[2]
-    assert "records.jsonl" not in out
-
-
-def test_a_resumed_run_has_its_hooks_and_schedules(seen, tmp_path):
-    """Without the file; the metrics go on under the same names."""
-    assert run_here("run", write(RUN)) == 0
-    assert run_here("run", TINY, "--epochs", "3", "--resume", *QUIET) == 0
-    folder = tmp_path / "runs/tiny/forward"
-    run = facts_of(folder)["run"]
-    assert run["hooks"]["config"]["relu_activations"]["targets"] == "1"
-    assert run["hooks"]["schedules"]["seen"]["stride"] == 4
-    epochs = [
-        record["epoch"] for record in records_of(folder) if "relu_activations/active_fraction" in record["metrics"]
-    ]
-    assert max(epochs) == 2
-    assert _steps_of(folder) == [4, 8]

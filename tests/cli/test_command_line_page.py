@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from helpers_cli import run_here
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
@@ -41,11 +40,3 @@ def test_a_page_that_shows_something_else_would_be_noticed(capsys):
     """The comparison can fail."""
     run_here("--version")
     assert not re.fullmatch(re.escape("hookline 9.9.9\n"), capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    "flag", ["--with-hooks", "--hook-config", "--save-checkpoints", "--record-trajectory", "--dry-run"]
-)
-def test_the_page_tells_of_the_flags(flag):
-    """So that one who searches for it finds it."""
-    assert flag in PAGE.read_text(encoding="utf-8")

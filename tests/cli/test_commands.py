@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,34 +35,6 @@ def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
     assert f"{len(BUILT_IN) + 2} hooks" in out
 
 
-@pytest.mark.parametrize("arguments", [("hooks", "norms"), ("run", "--hooks-describe", "norms")])
-def test_a_hook_is_described_with_its_metrics(arguments, capsys):
-    """Name, meaning, formula."""
-    assert run_here(*arguments) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("name  norms\n")
-    assert "total_norm" in out
-    assert "formula" in out
-
-
-def test_described_bare_are_all_but_those_for_debugging(capsys):
-    """As in the source."""
-    assert run_here("run", "--hooks-describe") == 0
-    out = capsys.readouterr().out
-    assert "\nname  hessian\n" in out
-    assert re.search(r"epsilon +float +0\.0001", out)
-    assert "counterfactual_validator" not in out
-
-
-def test_hooks_of_an_experiments_file_are_listed_too(capsys, tmp_path):
-    """A file registers hooks when it is loaded."""
-    Path("mine.py").write_text(
-        EXPERIMENTS.read_text().replace("class NotedHook", "@hl.HookRegistry.register\nclass NotedHook")
-    )
-    assert run_here("run", "mine.py:Tiny", "--hooks-list") == 0
-    assert "notes what it was made with" in capsys.readouterr().out
-
-
 # -- find ------------------------------------------------------------------------------------------------------
 
 
@@ -84,14 +55,6 @@ def test_find_prints_the_modules_of_a_pattern(what, pattern, names, capsys):
     inside = [name for name in names if name != "(the model)"]
     count = f"{len(inside)} module{'s' * (len(inside) != 1)}"
     assert lines[-1] == (count if inside == names else f"the model and {count}")
-
-
-def test_find_leaves_out_what_is_excluded_and_says_what_cannot_be_made(capsys):
-    """A class that needs arguments is told as such."""
-    assert run_here("find", f"{EXPERIMENTS}:make_model", "*", "--exclude", "1*") == 0
-    assert capsys.readouterr().out.endswith("\nthe model and 1 module\n")
-    assert run_here("find", "torch.nn:Linear") == 2
-    assert "cannot be called without arguments" in capsys.readouterr().err
 
 
 # -- report and replay -----------------------------------------------------------------------------------------
@@ -154,13 +117,6 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
     assert f"into {another}." in capsys.readouterr().out
 
 
-def test_two_runs_are_no_traces_to_compare(capsys):
-    """What shows them side by side is named."""
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--strategy", "all", *QUIET) == 0
-    assert run_here("compare", "runs/tiny/forward", "runs/tiny/backward") == 2
-    assert "hookline report runs/tiny/forward runs/tiny/backward" in capsys.readouterr().err
-
-
 def test_a_run_that_was_moved_is_replayed_where_it_is_now(tmp_path):
     """The contexts in its log name the old folder, which does not come back."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms", *QUIET) == 0
@@ -178,13 +134,6 @@ def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
     monkeypatch.setattr(build, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
     with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
         build.sink_class("memry")
-
-
-def test_a_run_without_records_cannot_be_replayed(capsys):
-    """As it had no hooks."""
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "none", *QUIET) == 0
-    assert run_here("replay", "runs/tiny/forward", "--to", "csv") == 2
-    assert "has no records to replay" in capsys.readouterr().err
 
 
 # -- new -------------------------------------------------------------------------------------------------------
@@ -240,11 +189,3 @@ def test_what_cannot_be_written_is_told(arguments, said, capsys):
     assert said in capsys.readouterr().err
     assert Path("there.py").read_text() == "mine"
     assert run_here("new", "hook", "there.py", "--force") == 0
-
-
-def test_a_pattern_that_matches_nothing_is_answered_in_the_words_of_the_shell(capsys):
-    """The nearest names, and the command that lists all."""
-    assert run_here("find", f"{EXPERIMENTS}:make_model", "*.nowhere") == 2
-    err = capsys.readouterr().err
-    assert err.endswith(f"See all: hookline find {EXPERIMENTS}:make_model\n")
-    assert "print(" not in err

@@ -76,17 +76,6 @@ def test_the_run_goes_on_if_that_is_asked_for(policy, count, said, capsys):
     )
 
 
-def test_a_run_file_says_it_and_a_resumed_run_keeps_it(capsys):
-    """``hooks: {on_error: disable}``."""
-    text = f"experiment: {TINY}\nhooks: {{names: ['boom.py:Boom'], on_error: disable}}\n"
-    Path("run.yaml").write_text(text)
-    assert run_here("run", "run.yaml", *QUIET) == 0
-    assert facts_of(FOLDER)["run"]["hooks"]["on_error"] == "disable"
-    assert run_here("run", TINY, "--resume", *QUIET[:2], "--epochs", "6") == 0
-    assert facts_of(FOLDER)["result"]["epochs"] == 6
-    assert run_here("run", "run.yaml", "--on-hook-error", "raise", *QUIET) == 1
-
-
 def test_a_hook_that_cannot_start_is_named(capsys):
     """Before the first step."""
     assert run_here("run", TINY, "--hooks", "boom.py:Late", *QUIET) == 1

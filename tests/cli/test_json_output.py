@@ -70,20 +70,6 @@ def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureF
     assert "total_norm" in [metric["name"] for metric in norms["metrics"]]
 
 
-def test_a_comparison_says_which_limit_it_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Below the table, with what the columns mean and how to change it; and in the JSON."""
-    assert main(["compare", "a", "b"]) == 1
-    columns, limit = capsys.readouterr().out.splitlines()[-2:]
-    assert all(f"{name}: " in columns for name in ("call", "max abs", "rel L2", "rounding"))
-    assert limit.startswith("Limit: 3 times rounding (modelled). To change it: --threshold")
-    given = ["compare", "a", "b", "--threshold", "0=1e-3", "--atol", "0.5"]
-    assert main(given) == 1
-    assert "Limit: rel_l2 0.001 at '0', else atol 0.5. To" in capsys.readouterr().out
-    told = printed([*given, "--json"], 1, capsys)["limit"]
-    assert told["thresholds"] == {"0": {"rel_l2": 0.001}}
-    assert (told["atol"], told["rtol"], told["noise"]) == (0.5, None, "modelled")
-
-
 def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan and the profile say what their tables say; files that are named are there. norms: 3 steps, a report."""
     plan = printed(DRY_RUN, 0, capsys)

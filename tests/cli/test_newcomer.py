@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 
 import pytest
-from helpers_cli import records_of, run_here
+from helpers_cli import run_here
 
 QUIET = ("--silent", "--no-report")
 OWN = """
@@ -86,13 +84,6 @@ def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_port_that_there_is_not_is_told_before_training(capsys, own, tmp_path):
-    """Not by a sink that fails in the run."""
-    assert run_here("run", f"{own}:Own", "--hooks", "norms", "--hook-prometheus", "99999999") == 2
-    assert "--hook-prometheus: expected less than or equal to 65535" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
 def test_a_sink_that_cannot_begin_is_told_in_a_sentence(capsys, own, tmp_path):
     """A failure that its warning explains has no traceback; the run goes on."""
@@ -107,42 +98,6 @@ def test_a_sink_that_cannot_begin_is_told_in_a_sentence(capsys, own, tmp_path):
     assert "Traceback" not in err
 
 
-def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
-    """It counts the experiment's own steps."""
-    assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
-    assert "10/10 steps" in capsys.readouterr().out
-
-
-def test_a_snapshot_of_the_step_loop_is_one_table(capsys, own):
-    """What hooks say and what the evaluation says."""
-    flags = ("--steps", "5", "--snapshot-every", "2", "--hooks", "norms", "--no-report", "--console", "tables")
-    assert run_here("run", f"{own}:Steps", *flags) == 0
-    out = capsys.readouterr().out
-    for step in (0, 2, 4):
-        assert out.count(f"Hook Metrics · step {step} ·") == 1
-        table = out.split(f"Hook Metrics · step {step} ·")[1].split("Hook Metrics")[0]
-        assert "val_acc" in table
-        assert "total_norm" in table
-
-
-def test_a_page_of_before_is_not_named_as_one_of_now(capsys, own, tmp_path):
-    """``--resume --no-report`` leaves the old one, which is out of date."""
-    flags = (f"{own}:Own", "--hooks", "norms", "--silent")
-    assert run_here("run", *flags, "--epochs", "1") == 0
-    assert "report.html" in capsys.readouterr().out
-    assert run_here("run", *flags, "--epochs", "2", "--resume", "--no-report") == 0
-    assert (tmp_path / "runs" / "own" / "default" / "report.html").exists()
-    assert "report.html" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_the_experiment_to_start_from_runs_in_any_precision(tmp_path, dtype):
-    """Its data follow its parameters."""
-    assert run_here("new", "experiment", "parity.py") == 0
-    assert run_here("run", "parity.py:Parity", "--dtype", dtype, "--epochs", "1", "--hooks", *QUIET) == 0
-    assert records_of(tmp_path / "runs" / "parity" / "shuffled")
-
-
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
     from hookline.runs.find import RunExperiment
@@ -153,13 +108,3 @@ def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypat
     monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 130
     assert "Stopped at once, without saving; there is no checkpoint to go on from." in capsys.readouterr().out
-
-
-def test_a_screen_of_few_letters_gets_question_marks(monkeypatch):
-    """Not an error in the middle of a table."""
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    assert run_here("hooks", "parameter_delta") == 0
-    sys.stdout.flush()
-    assert b"?" in raw.getvalue()
-    assert b"relative_delta" in raw.getvalue()

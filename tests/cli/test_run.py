@@ -132,26 +132,6 @@ def test_two_runs_with_one_seed_end_alike_and_another_seed_does_not():
     assert not same_weights(Path("a/tiny/forward"), Path("c/tiny/forward"))
 
 
-def test_a_second_run_has_a_folder_of_its_own(tmp_path):
-    """The first is left alone."""
-    for _ in range(3):
-        assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
-    names = sorted(folder.name for folder in (tmp_path / "runs" / "tiny").iterdir())
-    assert names == ["forward", "forward_1", "forward_2"]
-
-
-def test_all_strategies_end_with_one_page_that_compares_them(tmp_path, capsys):
-    """Beside their folders, and named in the closing lines; of one strategy, or without pages, there is none."""
-    page = tmp_path / "runs" / "tiny" / "comparison.html"
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms") == 0
-    assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", "--hooks", "norms", "--no-report") == 0
-    assert not page.exists()
-    capsys.readouterr()
-    assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", "--hooks", "norms") == 0
-    assert "<title>tiny / forward · tiny / backward" in page.read_text(encoding="utf-8")
-    assert capsys.readouterr().out.rstrip().endswith("comparison   runs/tiny/comparison.html")
-
-
 def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     """Each its own folder, log and files; one group; hooks made once and reset for each."""
     flags = ("--hooks", NOTED, "--hook-csv", "--no-report", "--silent")
@@ -188,16 +168,6 @@ def test_without_hooks_there_is_no_log_and_no_table(capsys, tmp_path):
     assert "Hook Metrics" not in out
 
 
-def test_live_on_no_terminal_says_so_and_prints_tables(capsys):
-    """Where nobody asks for it, the progress is enough."""
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", "--live") == 0
-    out = capsys.readouterr().out
-    assert out.count("The live view needs a terminal") == 1
-    assert "Hook Metrics" in out
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report") == 0
-    assert capsys.readouterr().out.startswith("3/3 steps")
-
-
 def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
     """A flag names it; a run file gives it arguments; what it cannot be made of is told."""
     sink = f"{EXPERIMENTS}:LinesSink"
@@ -209,20 +179,6 @@ def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
         assert run_here("run", "run.json", "--epochs", "1", *QUIET) == code
     assert (tmp_path / "runs/tiny/forward_1/lines.log").exists()
     assert "others[0].options: The sink LinesSink cannot be made of x" in capsys.readouterr().err
-
-
-def test_hooks_on_modules_from_a_file_fire_and_come_off(tmp_path):
-    """The JSON that a server takes, beside the experiment."""
-    spec = {
-        "name": "count",
-        "target_modules": ["0", "3"],
-        "hook_factory": "experiments:count_calls",
-        "config": {"file": str(tmp_path / "calls")},
-    }
-    Path("hooks.json").write_text(json.dumps({"enable_hooks": True, "hooks": [spec]}))
-    assert run_here("run", TINY, "--epochs", "2", *QUIET, "--hook-specs", "hooks.json") == 0
-    # 6 steps and 2 evaluations, 2 modules each.
-    assert (tmp_path / "calls").read_text() == "x" * 16
 
 
 def test_a_function_makes_an_experiment(tmp_path):
@@ -237,52 +193,12 @@ def test_a_function_makes_an_experiment(tmp_path):
     assert [record["point"] for record in records] == ["POST_STEP"] * 3  # of step 0, of 1 and 2, of 3 and 4
 
 
-def test_an_experiment_without_configuration_runs_in_its_own_loop(tmp_path):
-    """``loop = "step"``; strategies and groups are those it has: none."""
-    assert run_here("run", f"{EXPERIMENTS}:Steps", "--steps", "4", *QUIET) == 0
-    assert facts_of(tmp_path / "runs" / "steps" / "default")["result"]["steps"] == 4
-
-
 @pytest.mark.parametrize("name", ["Plain", "READY"])
 def test_an_experiment_may_be_any_object_or_class_with_the_building_blocks(name):
     """Nobody has to derive from anything."""
     assert run_here("run", f"{EXPERIMENTS}:{name}", "--epochs", "3", "--hooks", *QUIET) == 0
     facts = facts_of(Path("runs/Plain/default"))
     assert (facts["result"]["steps"], facts["config"]) == (6, {})
-
-
-def test_a_package_that_is_missing_is_told_before_training(monkeypatch, capsys):
-    """With the line that installs it."""
-    from hookline.records import sink
-
-    monkeypatch.setattr(sink.importlib.util, "find_spec", lambda module: None)
-    assert run_here("run", TINY, "--hooks", "--hook-wandb", "project") == 2
-    assert "pip install 'hookline[wandb]'" in capsys.readouterr().err
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("path", ["runs", "runs/tiny"])
-def test_a_folder_that_cannot_be_made_is_told(path, capsys):
-    """A file is in its place."""
-    Path(path).parent.mkdir(exist_ok=True)
-    Path(path).write_text("in the way")
-    assert run_here("run", TINY, *QUIET) == 2
-    assert "A folder for the run cannot be made in runs/tiny" in capsys.readouterr().err
-    assert Path(path).read_text() == "in the way"
-
-
-def test_a_page_that_cannot_be_made_does_not_make_the_run_fail(monkeypatch, capsys):
-    """It is said, and the rest is there."""
-    from hookline.report import report_page as page
-
-    def broken(*_):
-        raise RuntimeError("no page today")
-
-    monkeypatch.setattr(page, "write_page", broken)
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--silent") == 0
-    heard = capsys.readouterr()
-    assert "report.html could not be made: RuntimeError: no page today" in heard.err
-    assert "records.jsonl" in heard.out
 
 
 def test_a_run_file_says_everything_and_flags_win(tmp_path):
@@ -302,19 +218,6 @@ def test_a_run_file_says_everything_and_flags_win(tmp_path):
     assert run_here("run", "files/run.toml", "--seed", "8", "--epochs", "2", "--strategy", "forward") == 0
     facts = facts_of(tmp_path / "runs" / "tiny" / "forward")
     assert (facts["seed"], facts["config"]["epochs"], facts["config"]["seed"]) == (8, 2, 8)
-
-
-def test_files_that_a_run_file_names_are_beside_it(tmp_path):
-    """Experiment, hook and sink; one of the same name in the current folder is another file."""
-    Path("files").mkdir()
-    Path("files/experiments.py").write_text(EXPERIMENTS.read_text())
-    Path("experiments.py").write_text("raise RuntimeError('this one was not named')\n")
-    text = "experiment: experiments.py:Tiny\nhooks: ['experiments.py:NotedHook']\nconfig: {epochs: 1}\n"
-    Path("files/run.yaml").write_text(f"{text}sinks: {{others: ['experiments.py:LinesSink']}}\n")
-    assert run_here("run", "files/run.yaml", *QUIET) == 0
-    folder = tmp_path / "runs" / "tiny" / "forward"
-    assert list(facts_of(folder)["hooks"]) == ["training_metrics", "noted"]
-    assert "noted/scale" in (folder / "lines.txt").read_text()
 
 
 def test_the_seed_of_a_configuration_in_a_file_is_the_seed_of_the_run(tmp_path, capsys):
@@ -484,22 +387,6 @@ def test_all_strategies_resume_those_that_were_begun_and_begin_the_others(tmp_pa
     assert names == ["backward", "forward"]
 
 
-def test_a_resumed_run_file_remembers_the_flags_it_was_begun_with(tmp_path):
-    """Also the second time; what the file says by now counts, and flags given now win."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\nepochs: 1\nstrategy: backward\n")
-    flags = ("--lr", "0.03", "--hooks", "norms", "--hook-csv")
-    assert run_here("run", "run.yaml", *flags, *QUIET) == 0
-    folder = tmp_path / "runs" / "tiny" / "backward"
-    for epochs in (2, 3):
-        Path("run.yaml").write_text(f"experiment: {TINY}\nepochs: {epochs}\nstrategy: backward\n")
-        assert run_here("run", "run.yaml", "--resume") == 0
-        facts = facts_of(folder)
-        assert (facts["config"]["lr"], facts["config"]["epochs"], list(facts["hooks"])[-1]) == (0.03, epochs, "norms")
-        assert "CSVSink" in facts["sinks"]
-    assert run_here("run", "run.yaml", "--resume", "--epochs", "4", "--no-hook-csv") == 0
-    assert (facts_of(folder)["result"]["epochs"], facts_of(folder)["sinks"]) == (4, [])
-
-
 @pytest.mark.parametrize("text", ['{"run": {"conf', "[1]"])
 def test_a_damaged_run_json_is_not_passed_over_when_a_run_goes_on(tmp_path, text, capsys):
     """It has the options of the run: without them another run would go on. Nothing is written."""
@@ -512,21 +399,6 @@ def test_a_damaged_run_json_is_not_passed_over_when_a_run_goes_on(tmp_path, text
     assert (facts.read_text(), sorted(tmp_path.rglob("*"))) == (text, names)
     facts.unlink()  # as it says
     assert run_here("run", TINY, "--epochs", "2", "--lr", "0.03", "--resume", *QUIET) == 0
-
-
-def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch):
-    """The files that it names are found again: run.json has whole paths."""
-    Path("k_hooks.py").write_text(
-        "import hookline as hl\n\n\nclass Own(hl.TrainingHook):\n    name = 'own'\n"
-        "    hook_points = frozenset({hl.HookPoint.SNAPSHOT})\n\n"
-        "    def compute(self, ctx):\n        return {'x': 1.0}\n"
-    )
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "k_hooks.py:Own", *QUIET) == 0
-    assert facts_of(tmp_path / "runs/tiny/forward")["run"]["hooks"]["names"] == [f"{tmp_path / 'k_hooks.py'}:Own"]
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert run_here("run", TINY, "--epochs", "2", "--resume", "--output-dir", tmp_path / "runs", *QUIET) == 0
-    assert "own" in facts_of(tmp_path / "runs/tiny/forward")["hooks"]
 
 
 def test_checkpoints_come_as_often_as_asked(tmp_path):
@@ -562,10 +434,3 @@ def test_a_checkpoint_that_differs_is_a_mismatch():
     assert differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}) == ["x"]
     assert differing({"x": [1, 2]}, {"x": [1]}) == ["x.1"]
     assert differing({"x": -0.0}, {"x": 1}) == ["x"]
-
-
-def test_an_error_in_the_file_of_a_hook_is_shown_and_ends_the_command(capsys):
-    """A ValueError of the user's own, raised while the run is validated."""
-    Path("broken.py").write_text('int("abc")\n')
-    assert run_here("run", TINY, "--hooks", "broken.py:Hook") != 0
-    assert "invalid literal for int" in capsys.readouterr().err

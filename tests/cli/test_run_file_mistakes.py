@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -91,32 +90,6 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_mending_all_that_was_told_is_enough(capsys):
-    """There is no second round."""
-    Path("run.yaml").write_text(
-        f"experiment: {TINY}\nstrategy: backward\nconfig: {{epochs: 1, lr: 0.1}}\n"
-        "hooks: {names: [norms, hessian], config: {hessian: {epsilon: 0.1}}, schedules: {hessian: {stride: 2}}}\n"
-        "specs: [{name: d, target_modules: ['*'], hook_factory: 'experiments:count_calls'}]\n"
-        "sinks: {csv: true}\n"
-    )
-    assert run_here("check", "run.yaml") == 0
-    assert "nothing is wrong with it" in capsys.readouterr().out
-
-
-JSON = """\
-{
-  "config": {"epoch": 1},
-  "hooks": ["nrms",
-            "norms"],
-  "sinks": {"others": ["unheard_of"]},
-  "specs": [{"target_modules": ["x"], "hook_factory": "nowhere_at_all:f"},
-            {"target_modules": ["x"],
-             "hook_factory": "abc", "evry": 2}],
-  "seed": "x",
-  "experiment": "%s",
-  "sed": 1
-}
-"""
 TOML = """\
 seed = "x"
 sed = 1
@@ -140,17 +113,6 @@ LINES = {
     },
 }  # fmt: skip
 LINES["toml"] = dict.fromkeys(LINES["json"], 0)
-
-
-@pytest.mark.parametrize("command", ["check", "run"])
-@pytest.mark.parametrize(("language", "text"), [("json", JSON), ("toml", TOML)])
-def test_json_has_its_lines_and_toml_its_paths(language, text, command, capsys):
-    """In the order in which the file has them, whatever that is."""
-    file = f"run.{language}"
-    Path(file).write_text(text % TINY)
-    assert run_here(command, file) == 2
-    assert {path: line for line, path, _ in told(capsys.readouterr().err, file)} == LINES[language]
-    assert list(LINES[language].values()) == sorted(LINES[language].values())
 
 
 @pytest.mark.parametrize(
@@ -178,21 +140,6 @@ def test_without_an_experiment_the_rest_is_still_checked(experiment, words, comm
     assert len(said.strip().splitlines()) == 4
 
 
-def test_a_mistake_is_told_also_where_a_run_is_resumed(capsys):
-    """Where the run would be is looked up before the file is checked."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\noutput_dir: 3\n")
-    assert run_here("run", "run.yaml", "--resume") == 2
-    assert [path for _, path, _ in told(capsys.readouterr().err, "run.yaml")] == ["$.output_dir"]
-
-
-def test_a_wrong_port_is_told_once(capsys):
-    """At the sink that has it, and at no other."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\nsinks: {{csv: true, prometheus: 99999}}\n")
-    assert run_here("run", "run.yaml") == 2
-    said = capsys.readouterr().err
-    assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sinks.prometheus"]
-
-
 def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
     """Flags win, also over mistakes; the other mistakes are told."""
     Path("run.yaml").write_text(
@@ -202,20 +149,3 @@ def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
     assert run_here("run", "run.yaml", "--strategy", "forward", "--hooks", "hessian") == 2
     said = capsys.readouterr().err
     assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sed"]
-
-
-def test_the_mistakes_of_a_servers_file_are_told_in_one_go(capsys):
-    """Its keys, its specs, and the factories that they name; a list of specs alike."""
-    specs = [
-        {"name": "a", "target_modules": ["x"], "hook_factory": "nowhere_at_all:f"},
-        {"nme": "b"},
-        {"name": "c", "target_modules": ["x"]},
-    ]
-    server = json.dumps({"hooks": specs, "enable_hooks": "yes"}, indent=0)
-    for file, text, prefix in (("server.json", server, "$.hooks"), ("list.json", json.dumps(specs, indent=0), "$")):
-        Path(file).write_text(text)
-        assert run_here("check", file) == 2
-        said = told(capsys.readouterr().err, file)
-        assert [path for _, path, _ in said][:3] == [f"{prefix}[0].hook_factory", f"{prefix}[1].nme", f"{prefix}[2]"]
-        assert [line for line, _, _ in said] == sorted(line for line, _, _ in said)
-        assert len(said) == 3 + (file == "server.json")

@@ -19,7 +19,6 @@ from torch import nn
 
 from hookline.cli import script
 from hookline.cli.main import main
-from hookline.errors import NoMatchError
 from hookline.integrations.first_step import find_model
 
 WARM_START = Path(__file__).with_name("warm_start.py")
@@ -197,44 +196,6 @@ def test_where_nothing_can_be_seen_a_line_says_why(cold: None, case: str, folder
     assert not (folder / "runs").exists()
 
 
-TWO_OPTIMIZERS = """
-import torch
-from torch import nn
-model, temperature = nn.Linear(4, 2), torch.zeros((), requires_grad=True)
-first, second = torch.optim.Adam([temperature]), torch.optim.Adam(model.parameters())
-for _ in range(5):
-    (temperature + 100).backward()
-    first.step()
-    model(torch.zeros(3, 4)).sum().backward()
-    second.step()
-"""
-
-
-FOR_BOTH = """
-experiment: mod_arithmetic
-config: {modulus: 7}
-seed: 3
-hooks: {names: [own_hook.py:Drawing]}
-"""
-
-
-def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path, capfd: Any) -> None:
-    """The run file is one for an experiment too: what it says of training is passed over behind a ``--``."""
-    ended = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"  # as torchrun does when a rank has died
-    (folder / "script.py").write_text(TWO_OPTIMIZERS + ended)
-    (folder / "run.yaml").write_text(FOR_BOTH)
-    assert main(["run", "run.yaml", "--no-report", "--", sys.executable, "script.py"]) == 143
-    err = capfd.readouterr().err
-    assert "not attached" not in err
-    assert "script/script stopped by SIGTERM: 5 steps" in err
-    records = _records(folder / "runs/script/script")
-    losses = [step for one in records for step in one["metrics"].get("drawing/loss", [])]
-    assert len(losses) == 3
-    assert losses[0] < 50  # of the model alone
-    facts = json.loads((folder / "runs/script/script/run.json").read_text())
-    assert "ended by SIGTERM" in facts["error"]
-
-
 FORKS = """
 import multiprocessing, os, sys
 import torch
@@ -318,14 +279,6 @@ def test_children_of_a_script_lose_nothing_and_hooks_that_cannot_run_are_named(
     assert "the hook steps" not in err
 
 
-def test_a_hook_ends_a_script_if_that_is_asked_for(folder: Path, capfd: Any) -> None:
-    (folder / "script.py").write_text(TWO_OPTIMIZERS)
-    (folder / "unable.py").write_text(UNABLE)
-    asked = ["--hooks", "unable.py:Fails", "--on-hook-error", "raise", "--no-report"]
-    assert main(["run", *asked, "--", "script.py"]) == 1
-    assert "The hook fails raised once and ended the run" in capfd.readouterr().err
-
-
 UNATTACHABLE = """
 import sys, time
 import torch
@@ -387,20 +340,6 @@ def test_hooks_that_compute_losses_stay_off_where_nobody_told_how_and_the_script
     assert (facts["status"], facts["result"]["steps"]) == ("finished", 12)
     assert facts["hooks"]["norms"]["fired"]
     assert not any("has not fired" in line or "Traceback" in line or "raised" in line for line in lines)
-
-
-def test_a_run_whose_hooks_are_all_lost_says_nothing_of_steps(folder: Path, capfd: Any) -> None:
-    """Asked to raise, a hook that cannot be started ends the following, and never the script."""
-    (folder / "script.py").write_text(UNATTACHABLE)
-    asked = ["--hooks", "stats", "--hook-config", "stats.targets=blocks.9", "--on-hook-error", "raise"]
-    assert main(["run", *asked, "--no-report", "--", "script.py", "0"]) == 3
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("hookline: not attached: No module matches 'blocks.9'")
-    assert "step 11" in lines
-    assert not any("0 steps" in line for line in lines)
-    facts = json.loads((folder / "runs/script/script/run.json").read_text())
-    assert (facts["status"], facts.get("result")) == ("failed", None)
-    assert "blocks.9" in facts["error"]
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
@@ -486,44 +425,6 @@ def test_the_model_is_the_outermost_that_has_the_parameters_and_no_others() -> N
     assert find_model(_sgd(head), [head, tuned]).model is tuned
     wrapped = nn.DataParallel(first)
     assert find_model(_sgd(first), [first, wrapped]).model is wrapped
-
-
-def test_most_of_the_parameters_are_enough_and_half_are_not() -> None:
-    model, scale = nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, requires_grad=True)
-    optimizer = _sgd(model)
-    optimizer.add_param_group({"params": [scale]})
-    found = find_model(optimizer)
-    assert (found.model, found.owned, found.of) == (model, 2, 3)
-    with pytest.raises(NoMatchError, match="of 2, the best"):
-        find_model(torch.optim.SGD([model[0].weight, scale], 0.1), [model[0]])
-
-
-ONE_EPOCH = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for x in DataLoader(torch.randn(30, 4), 1):
-    optimizer.zero_grad()
-    model(x).sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("flags", "steps"),
-    [
-        ([], [0, 10, 20, 29]),
-        (["--snapshot-every", "3"], [*range(0, 30, 3), 29]),
-        (["--snapshot-every", "0"], [29]),
-    ],
-)
-def test_a_script_of_one_epoch_has_more_than_one_report(flags: list[str], steps: list[Any], folder: Path) -> None:
-    (folder / "script.py").write_text(ONE_EPOCH)
-    assert main(["run", "--hooks", "norms", "--no-report", *flags, "--", "script.py"]) == 0
-    records = [one for one in _records(folder / "runs/script/script") if "norms/total_norm" in one["metrics"]]
-    assert [one.get("step") for one in records] == steps
 
 
 ENDS = """
@@ -621,38 +522,3 @@ def test_a_script_that_is_killed_has_failed_and_its_log_tells_how_far_it_came(
     assert facts["status"] == "failed"
     assert facts["error"] == (words if code < 200 else "exit code 250")
     assert (run / "report.html").exists()
-
-
-def test_a_command_that_leaves_with_a_code_of_its_own_after_a_signal_was_stopped(
-    cold: None, folder: Path, capfd: Any
-) -> None:
-    """As torchrun does, and bash; here Python catches nothing, and its parent gives another code."""
-    (folder / "script.py").write_text(ENDS)
-    (folder / "outer.py").write_text(
-        "import os, signal, subprocess, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "start = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "code = subprocess.call([sys.executable, 'script.py', 'SIGINT'], preexec_fn=start)\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "sys.exit(1 if code else 0)\n"
-    )
-    assert main(["run", "--hooks", "norms", "--no-report", "--", "outer.py"]) == 1
-    assert "outer/script stopped by SIGINT: 14 steps in " in capfd.readouterr().err
-    assert json.loads((folder / "runs/outer/script/run.json").read_text())["status"] == "stopped"
-
-
-def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(folder: Path, capfd: Any) -> None:
-    (folder / "script.py").write_text(ONE_EPOCH)
-    (folder / "run.yaml").write_text("name: of the file\nhooks: [norms]\n")
-    for flags in (["--name", "a wide one"], []):
-        assert main(["run", "run.yaml", *flags, "--", sys.executable, "script.py", "--width", "64", "--amp"]) == 0
-    for place, name in (("script", "a wide one"), ("script_1", "of the file")):
-        run = folder / "runs" / "script" / place
-        told = json.loads((run / "run.json").read_text())
-        assert (told["name"], told["config"]) == (name, {"width": 64, "amp": True})
-        assert f"<title>{name}" in (run / "report.html").read_text()
-
-
-def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:
-    assert main(["run", "--hooks", "norms", "--snapshot-every", "-1", "--", "train.py"]) != 0
-    assert "--snapshot-every: expected greater than or equal to 0" in capfd.readouterr().err

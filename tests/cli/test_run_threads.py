@@ -28,13 +28,3 @@ def test_a_resumed_run_keeps_its_threads_and_a_flag_wins(capsys):
         seen.append((facts_of(folder)["threads"], "last bits" in capsys.readouterr().out))
     assert seen == [(2, False), (2, False), (1, True)]
     assert torch.get_num_threads() == 3
-
-
-@pytest.mark.parametrize("way", ["flag", "file"])
-def test_a_number_below_one_is_refused(way, capsys):
-    """Before anything is written."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\nthreads: 0\n")
-    assert run_here("run", *(("run.yaml",) if way == "file" else (TINY, "--threads", "0"))) == 2
-    told = capsys.readouterr().err
-    assert ("line 2, at $.threads" if way == "file" else "--threads") in told
-    assert not Path("runs").exists()

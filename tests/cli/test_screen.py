@@ -31,24 +31,6 @@ def test_the_run_of_the_makefile_is_a_few_lines_and_begins_with_no_warning(capsy
     assert max(len(line) for line in lines) <= 160
 
 
-@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
-def test_no_group_of_an_experiment_needs_a_file(capsys):
-    """What needs reference weights is asked for together with them; its warning has the flag."""
-    assert run_here("run", "mod_arithmetic", "--hooks", "gradient_projection", "--no-report", *SMALL) == 0
-    heard = capsys.readouterr()
-    assert "--hook-config reference_weights.path=FILE" in heard.err
-    assert "HookManager(" not in heard.err
-
-
-def test_a_run_file_chooses_what_is_shown_and_flags_win(capsys):
-    """``console:``."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\nconfig: {{epochs: 1}}\nreport: false\nconsole: tables\n")
-    assert run_here("run", "run.yaml") == 0
-    assert "Hook Metrics" in capsys.readouterr().out
-    assert run_here("run", "run.yaml", "--silent") == 0
-    assert "Hook Metrics" not in capsys.readouterr().out
-
-
 def test_a_bare_run_records_its_loss_and_has_a_page(capsys, tmp_path):
     """Nobody who trains wants no curve; and the run is the same bit for bit."""
     assert run_here("run", TINY, "--epochs", "8", "--snapshot-every", "3") == 0

@@ -118,24 +118,6 @@ def test_a_hook_with_windows_fires_inside_them():
     assert elsewhere.contexts == []
 
 
-def test_ten_observers_that_draw_random_numbers_change_nothing():
-    """torch, NumPy and Python; weights to the last bit."""
-
-    class Draws(Observer):
-        def compute(self, ctx):
-            return {"drawn": torch.rand(2).sum() + np.random.rand() + random.random()}
-
-    def train(hooks):
-        experiment = make_experiment(5)
-        hl.epoch_loop(experiment, epochs=4, manager=hl.HookManager(hooks=hooks))
-        return state_of(experiment)
-
-    plain, drawn = train([]), train([Draws(*HookPoint, name=f"draws{number}") for number in range(10)])
-    for state in (plain, drawn):
-        state["grads"] = [grad for _, grad in state["grads"]]  # objects of two runs
-    assert same(plain, drawn)
-
-
 class Fired:
     """One firing at a snapshot, by hand, in a run that is under way: the state around it, and what it raised."""
 
@@ -374,19 +356,6 @@ def test_shuffles_after_going_back_to_before_the_epoch_differ():
     assert same(train([]), train([Counterfactual()]))
     assert len({tuple(order) for order in orders}) == 6
     assert len({tuple(sorted(order)) for order in orders}) == 1
-
-
-def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
-    class Broken(hl.MetricSink):
-        def emit(self, metrics, epoch, hook_point):
-            raise RuntimeError("no such place")
-
-    sink = hl.sinks.MemorySink()
-    manager = hl.HookManager(hooks=[Observer(HookPoint.POST_EPOCH)], sinks=[Broken(), sink])
-    with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*no such place"):
-        hl.epoch_loop(make_experiment(), epochs=3, manager=manager)
-    assert sink.series("observer/count") == [(0, 1), (1, 2), (2, 3)]
-    assert manager.fan_out.errors == {"Broken": 3}
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -123,13 +123,3 @@ def test_freezing_keeps_the_named_parameters_and_leaves_gradients_upstream_alone
     model(x).square().sum().backward()
     stepper.step()
     assert not torch.equal(model[2].weight, frozen[0])
-
-
-def test_clip_and_freeze_leave_nothing_behind():
-    """Their handles take everything off again, parameters' hooks included."""
-    model, x = mlp(), leaf(4, 3)
-    with hl.clip_gradients(model, "*", value=1.0), hl.freeze(model, "0"):
-        model(x).sum().backward()
-    assert_untouched(model)
-    for parameter in model.parameters():
-        assert not parameter._post_accumulate_grad_hooks

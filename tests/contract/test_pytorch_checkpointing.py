@@ -47,21 +47,6 @@ class Stack(nn.Module):
 # -- saved tensors ------------------------------------------------------------------------------------
 
 
-@REENTRANT
-def test_saved_tensor_hooks_around_a_checkpoint_leave_its_gradients_alone(use_reentrant):
-    """Checkpointing has a pair of its own inside; gradients equal those of the plain model."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    plain, x, y = copy.deepcopy(model), leaf(4, 3), leaf(4, 3)
-    with hl.saved_tensors(lambda tensor: tensor.clone(), lambda packed: packed) as scope:
-        loss = checkpoint(model, x * 1, use_reentrant=use_reentrant).square().sum()
-    loss.backward()
-    plain(y * 1).square().sum().backward()
-    assert scope.packed > 0
-    assert torch.equal(x.grad, y.grad)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
 COUNTED = {
     "module": lambda model, hook: hl.attach(model, "blocks.#", lambda m, args, out, *, site: hook(site)),
     "leaf module": lambda model, hook: hl.attach(model, nn.Linear, lambda m, args, out, *, site: hook(site)),
@@ -152,15 +137,6 @@ def test_a_module_called_in_a_plain_backward_pass_is_no_recompute():
 
 
 @REENTRANT
-def test_the_operators_of_a_checkpointed_backward_are_no_recompute(use_reentrant):
-    """Of aten.mm in x @ w: one call in the forward, one that repeats it, and two that the backward itself makes."""
-    weight, x, marks = leaf(3, 3), leaf(2, 3, seed=2), []
-    with hl.attach_function("aten.mm", lambda fn, i, o: marks.append((fn.recompute, fn.in_backward))):
-        checkpoint(lambda x: (x @ weight).tanh(), x, use_reentrant=use_reentrant).sum().backward()
-    assert marks == [(False, False), (True, True), (False, True), (False, True)]
-
-
-@REENTRANT
 @pytest.mark.parametrize("target", [torch.tanh, Cube], ids=["function", "own function"])
 def test_gradient_hooks_of_functions_in_a_checkpointed_model_fire_once_per_call_or_say_why_not(target, use_reentrant):
     """As often as in the plain model; if not, the warning on removal speaks of checkpointing."""
@@ -176,22 +152,6 @@ def test_gradient_hooks_of_functions_in_a_checkpointed_model_fire_once_per_call_
     assert fired[None] == 2
     if fired[use_reentrant] != 2:
         assert any("checkpoint" in str(warning.message) for warning in told), [str(one.message) for one in told]
-
-
-@REENTRANT
-def test_a_function_called_inside_and_outside_a_checkpoint_reports_the_gradients_it_is_documented_to(use_reentrant):
-    """Reentrant checkpointing computes gradients in a repetition that function hooks do not see; the other shows it."""
-    seen = []
-
-    class Both(Stack):
-        def forward(self, x):
-            return torch.tanh(super().forward(x))
-
-    model = Both(use_reentrant)
-    handle = hl.attach_function(torch.tanh, logger(seen, "fired"), on="backward", within=model, name="counter")
-    model(leaf(4, 3)).sum().backward()
-    handle.remove()
-    assert len(seen) == (1 if use_reentrant else 3)
 
 
 @REENTRANT
@@ -235,17 +195,6 @@ def test_post_accumulate_hooks_fire_once_per_backward_under_checkpointing(use_re
 
 
 # -- modules ----------------------------------------------------------------------------------------------
-
-
-@REENTRANT
-def test_a_checkpointed_model_counts_its_recompute_as_no_new_step(use_reentrant):
-    """If the hooked model itself is checkpointed, its second forward belongs to the step of the first."""
-    model, x, moments = mlp(), leaf(4, 3), []
-    handle = hl.attach(model, "0", lambda m, args, out, *, site: moments.append((site.step, site.recompute)))
-    for _ in range(2):
-        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
-    assert moments == [(0, False), (0, True), (1, False), (1, True)]
-    assert handle.report().last_step == 1
 
 
 @EDITING

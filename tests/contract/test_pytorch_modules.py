@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from helpers_contract import EDITING, gradient_spy
-from helpers_models import Args, Fn, Scale, assert_same_grads, leaf, logger, mlp, twin
+from helpers_models import Args, Fn, Scale, leaf, logger, mlp
 from helpers_modules import HOOK_DICTS, assert_untouched
 from torch import nn
 
@@ -98,34 +98,6 @@ def test_our_edits_run_before_foreign_hooks_and_our_observers_after(foreign_firs
         "foreign post",
         "our post observer",
     ]
-
-
-@pytest.mark.parametrize("kind", FORWARD_KINDS)
-def test_an_observer_on_the_model_itself_sees_a_foreign_edit_registered_later(kind):
-    """The same on the root, in its first call; before the forward, torch has its list in hand, so one call late."""
-    module, seen = Scale(1.0), []
-    hl.attach(module, lambda m, args, *output: seen.append((output or args)[0]), on=kind, observe=True)
-    if kind == "forward_pre":
-        module.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-    else:
-        module.register_forward_hook(lambda m, args, output: output + 1)
-    for _ in range(2):
-        module(torch.zeros(2))
-    first = [0.0, 0.0] if kind == "forward_pre" else [1.0, 1.0]
-    assert [value.tolist() for value in seen] == [first, [1.0, 1.0]]
-
-
-@EDITING
-def test_gradients_of_an_output_that_a_foreign_hook_replaces_are_those_of_the_replacement(editing):
-    """A foreign edit of the output, registered after ours, is part of the module as downstream sees it."""
-    module, seen, x = Scale(5.0), [], leaf(2)
-    hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
-    module.register_forward_hook(lambda m, args, output: output * 3)
-    (module(x) * 2).sum().backward()
-    [(grad_input, grad_output)] = seen
-    assert torch.equal(grad_output[0], torch.full((2,), 2.0))
-    assert torch.equal(grad_input[0], torch.full((2,), 30.0))
-    assert torch.equal(x.grad, torch.full((2,), 30.0))
 
 
 @EDITING
@@ -286,33 +258,6 @@ def test_full_backward_leaves_room_for_other_backward_hooks_after_removal():
 # -- coming and going, copies, saving and loading --------------------------------------------------------------
 
 
-def all_kinds(model, target="*"):
-    """A hook of every kind and option on the named modules."""
-    handles = [hl.attach(model, target, lambda *_: None, on=kind) for kind in RUN_KINDS + STATE_KINDS]
-    options = [{"with_kwargs": True}, {"always_call": True}, {"observe": True}, {"prepend": True}]
-    handles += [hl.attach(model, target, lambda *_: None, **option) for option in options]
-    return hl.HandleSet(handles)
-
-
-def test_removal_between_forward_and_backward_leaves_nothing_either():
-    """The graph of a call made under hooks runs on, and the model is clean before and after it."""
-    model, x = mlp(), leaf(4, 3)
-    reference, x_reference = copy.deepcopy(model), twin(x)
-    handles = all_kinds(model)
-    model(x).sum().backward()
-    model.load_state_dict(model.state_dict())
-    model.zero_grad()
-    x.grad = None
-    output = model(x)
-    handles.remove()
-    assert_untouched(model)
-    output.square().sum().backward()
-    reference(x_reference).square().sum().backward()
-    assert_same_grads(model, reference)
-    assert torch.equal(x.grad, x_reference.grad)
-    assert_untouched(model)
-
-
 def test_attachment_is_all_or_nothing_when_a_module_refuses():
     """If torch refuses one of many modules, none keeps the hook, and the error comes through."""
     model = mlp()
@@ -382,20 +327,6 @@ def kind_hook(*args):
     FOREIGN.append(args)
 
 
-@COPIES
-@pytest.mark.parametrize("switch", ["freeze", "clip"])
-def test_a_model_is_copied_without_warnings_while_gradients_are_frozen_or_clipped(make, switch):
-    """hl.freeze and hl.clip_gradients do not stand in the way of copies either, which are free of them."""
-    model, x = mlp(), leaf(4, 3)
-    handles = hl.freeze(model, "0") if switch == "freeze" else hl.clip_gradients(model, "0", value=1e-6)
-    copied = make(model)
-    (copied(x) * 10).sum().backward()
-    handles.remove()
-    reference = mlp()
-    (reference(twin(x)) * 10).sum().backward()
-    assert_same_grads(copied, reference)
-
-
 def test_state_dict_hooks_run_parents_first_before_and_children_first_after():
     """Pre hooks go down the tree, post hooks come up it, on saving and on loading."""
     model, events = nn.Sequential(nn.Sequential(nn.Linear(2, 2))), []
@@ -413,22 +344,3 @@ def test_state_dict_hooks_run_parents_first_before_and_children_first_after():
         *[("load_state_dict_pre", name) for name in down],
         *[("load_state_dict_post", name) for name in up],
     ]
-
-
-@pytest.mark.parametrize("kind", STATE_KINDS)
-def test_bound_methods_are_state_dict_hooks_of_every_kind(kind):
-    """A bound method works (torch's state_dict post hook raises AttributeError for one)."""
-
-    class Owner:
-        def __init__(self):
-            self.calls = 0
-
-        def hook(self, *args):
-            self.calls += 1
-
-    owner, model = Owner(), mlp()
-    with hl.attach(model, "*", owner.hook, on=kind):
-        model.load_state_dict(model.state_dict())
-    assert owner.calls == 4
-    model.load_state_dict(model.state_dict())
-    assert owner.calls == 4

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers_models import logger
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -209,31 +208,4 @@ def test_a_wrong_request_raises_before_anything_is_attached(request_it, error):
     assert not torch_optimizer._global_optimizer_pre_hooks
 
 
-GLOBAL_REGISTRATION = {
-    "register_module": torch_module.register_module_module_registration_hook,
-    "register_parameter": torch_module.register_module_parameter_registration_hook,
-    "register_buffer": torch_module.register_module_buffer_registration_hook,
-}
-
-
-def registered_everywhere(kind, hook, library):
-    return GLOBAL_REGISTRATION[kind](hook) if library == "torch" else hl.attach_everywhere(hook, on=kind)
-
-
 # -- registration ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("library", ["torch", "hookline"])
-def test_registration_hooks_run_before_parameters_are_initialised(library):
-    """A Linear registers its weight and then resets it: what the hook wrote is overwritten."""
-    written = []
-
-    def fill(owner, name, value):
-        with torch.no_grad():
-            value.fill_(123.0)
-        written.append(name)
-
-    with registered_everywhere("register_parameter", fill, library):
-        module = nn.Linear(3, 2)
-    assert written == ["weight", "bias"]
-    assert not (module.weight == 123).any()

@@ -13,7 +13,7 @@ import torch
 from helpers_contract import Cube
 from helpers_models import leaf, logger
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 import hookline as hl
 
@@ -150,28 +150,6 @@ def test_the_order_around_a_computed_tensor_is_tensor_retain_grad_node_pre_node_
     assert x.grad.tolist() == [20.0] * 3
 
 
-@BOTH
-def test_hooks_of_one_kind_run_in_registration_order_and_each_sees_the_edit_before_it(put):
-    """Edits chain: the second hook is shown what the first returned, for tensors and for nodes."""
-    tensor, loss = tensor_or_leaf(computed=True)
-    shown, kept = [], []
-    for factor in (2, 3):
-
-        def scale(grad, factor=factor):
-            shown.append(("grad", factor, grad[0].item()))
-            return grad * factor
-
-        def scale_all(grads, factor=factor):
-            shown.append(("pre", factor, grads[0][0].item()))
-            return (grads[0] * factor,)
-
-        kept += [put(tensor, scale, "grad"), put(tensor, scale_all, "pre")]
-    loss.backward()
-    base = (2 * tensor.detach())[0].item()
-    assert [label[:2] for label in shown] == [("grad", 2), ("grad", 3), ("pre", 2), ("pre", 3)]
-    assert [value for *_, value in shown] == pytest.approx([base, 2 * base, 6 * base, 12 * base])
-
-
 @pytest.mark.parametrize(
     ("library", "order"),
     [
@@ -294,71 +272,10 @@ def test_a_backward_that_is_told_its_inputs_fires_the_hooks_of_those_alone(put):
     assert b.grad is None
 
 
-@BOTH
-@pytest.mark.parametrize("kind", ["grad", "pre", "post"])
-def test_a_hook_put_on_upstream_in_the_middle_of_a_pass_still_fires_in_it(put, kind):
-    """The pass has not come by there yet."""
-    x, events, kept = leaf(3), [], []
-    middle = x * 2
-    last = middle * 3
-    put(last, lambda grad: kept.append(put(middle, logger(events, kind), kind)), "grad")
-    last.sum().backward()
-    assert events == [kind]
-
-
-@BOTH
-def test_a_sparse_gradient_comes_to_hooks_as_it_is(put):
-    """An embedding with sparse=True hands its weight a sparse gradient, and so to every hook on it."""
-    table, layouts, kept = nn.Embedding(5, 2, sparse=True), [], []
-    kept += [put(table.weight, lambda grad: layouts.append(grad.layout), "grad")]
-    kept += [put(table.weight, lambda grads: layouts.append(grads[0].layout), "pre")]
-    kept += [put(table.weight, lambda parameter: layouts.append(parameter.grad.layout), "param_grad")]
-    table(torch.tensor([1, 1, 3])).sum().backward()
-    assert layouts == [torch.sparse_coo] * 3
-    assert len(kept) == 3
-
-
-def multi_by_torch(tensors, hook, mode):
-    return register_multi_grad_hook(tensors, hook, mode=mode)
-
-
-def multi_by_hookline(tensors, hook, mode):
-    return hl.attach_tensor(tensors, hook, mode=mode)
-
-
-BOTH_MULTI = pytest.mark.parametrize("put", [multi_by_torch, multi_by_hookline], ids=["torch", "hookline"])
-
-
 # -- several tensors together -----------------------------------------------------------------------------
 
 
-@BOTH_MULTI
-def test_a_pass_inside_a_pass_is_a_pass_of_its_own(put):
-    """A hook that runs another backward: the inner pass brings one gradient, the outer both."""
-    a, b, seen = leaf(2), leaf(2, seed=2), []
-    product = a * b
-
-    def backward_again(grad):
-        with torch.enable_grad():
-            (a * 5).sum().backward()
-
-    product.register_hook(backward_again)
-    put([a, b], lambda grads: seen.append([grad is not None for grad in grads]), "all")
-    product.sum().backward()
-    assert seen == [[True, False], [True, True]]
-
-
 # -- nodes ------------------------------------------------------------------------------------------------
-
-
-@BOTH
-def test_the_post_hook_of_a_leafs_node_has_no_grad_inputs(put):
-    """AccumulateGrad is where gradients end: grad_inputs is the empty tuple."""
-    weight, seen = leaf(3), []
-    kept = put(weight, lambda grad_inputs, grad_outputs: seen.append((grad_inputs, len(grad_outputs))), "post")
-    (weight * 2).sum().backward()
-    assert seen == [((), 1)]
-    assert kept
 
 
 def linear_model():

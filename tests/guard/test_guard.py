@@ -21,20 +21,6 @@ from hookline.sites import _torch
 # -- scopes ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_may_run_the_model_and_switch_modes():
-    """Buffers and random streams are put back; nothing is said."""
-    run = Run()
-    before = portrait(run)
-    guard = guard_of(run)
-    guard.save(["reads"])
-    with guard.protecting("reader", "reads") as receipt:
-        run.model(torch.randn(4, 5))
-        run.model.eval()
-    assert differing(before, portrait(run)) == []
-    assert "model.calls" in receipt.restored
-    assert 0 < receipt.saved_bytes < 200
-
-
 BREACHES = {
     "parameter": (lambda run: nn.init.zeros_(run.model.head.weight), "model.head.weight"),
     "step": (lambda run: run.step(), "model.embed.weight"),
@@ -242,26 +228,6 @@ def test_other_threads_can_guard_too():
     assert differing(before, portrait(run)) == []
 
 
-def test_memory_of_a_rollback_is_used_by_the_next_and_let_go_of_with_the_model(monkeypatch):
-    """Also where a larger one is needed in between; blocks in each other have memory of their own."""
-    model, made, original = nn.Linear(20, 20), [], copies._empty_like
-    monkeypatch.setattr(
-        copies, "_empty_like", lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
-    )
-    for _ in range(3):
-        with rollback(model):
-            nn.init.zeros_(model.weight)
-    assert len(made) == 2
-    with rollback(model), rollback(model):
-        pass
-    assert len(made) == 4
-    refs = [weakref.ref(buffer) for buffer in made]
-    made.clear()
-    del model
-    gc.collect()
-    assert not any(ref() is not None for ref in refs)
-
-
 def test_a_release_keeps_no_gradient_batch_or_graph_alive():
     """What is remembered for the next save is of model and optimizer alone. Before the release they are alive."""
     run = Run()
@@ -311,49 +277,4 @@ def test_an_observer_that_changes_something_is_named(trespass):
     assert name in str(caught.value)
 
 
-def test_an_observer_that_only_looks_passes():
-    """Also between save and restore, and when it raises something of its own, that is what one sees."""
-    run = Run()
-    guard = guard_of(run)
-    guard.save()
-    with guard.check_observers("watcher"):
-        [p.norm() for p in run.model.parameters()]
-    with guard.check_observers("drawer", random=False):
-        torch.rand(1)
-    with pytest.raises(Stop), guard.check_observers("raiser"):
-        raise Stop
-    with guard.protecting("any"):
-        ruin(run)
-
-
 # -- a whole run -------------------------------------------------------------------------------------------------
-
-
-def _trained(intervene, *, guarded: bool = True) -> list[torch.Tensor]:
-    run = Run()
-    guard = guard_of(run)
-    for _ in range(20):
-        run.step()
-        if intervene is not None and guarded:
-            guard.save()
-            with guard.protecting("each step"):
-                intervene(run)
-            guard.release()
-        elif intervene is not None:
-            intervene(run)
-    left = [*run.model.state_dict().values(), torch.get_rng_state()]
-    return left + [v for state in run.optimizer.state.values() for v in state.values()]
-
-
-def test_training_with_interventions_is_training_without():
-    """Twenty steps through dropout and normalization: every bit of weights, state and random stream."""
-
-    def intervene(run):
-        run.step()
-        run.model.eval()
-        nn.init.zeros_(run.model.head.weight)
-
-    plain, guarded = _trained(None), _trained(intervene)
-    assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
-    unguarded = _trained(lambda run: run.step(), guarded=False)
-    assert not all(torch.equal(a, b) for a, b in zip(plain, unguarded, strict=True))

@@ -4,65 +4,22 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from helpers_guard import Run, context_of, small_context, small_loss
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    Subset,
     TensorDataset,
 )
 
 from hookline.errors import LifecycleError, NoMatchError, OptionError
-from hookline.guard.guard import Guard, rollback
+from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
 
 # -- random streams and data ------------------------------------------------------------------------------------------
-
-
-class _Noisy:
-    """Adds noise from a generator of its own as it is read."""
-
-    def __init__(self):
-        self.generator = np.random.default_rng(0)
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.tensor([index + self.generator.normal()], dtype=torch.float32)
-
-
-def test_generators_of_the_dataset_come_back():
-    """An intervention reads the same dataset; also inside a subset and a concatenation."""
-    noisy = _Noisy()
-    loader = DataLoader(ConcatDataset([Subset(noisy, [0, 1]), Subset(noisy, [2])]), batch_size=2)
-    model, state = nn.Linear(1, 1), noisy.generator.bit_generator.state
-    context = ModelDataContext(model, loader=loader, loss_fn=lambda model, batch: model(batch).sum())
-    with rollback(model, loader=loader):
-        context.compute_gradients()
-        assert noisy.generator.bit_generator.state != state
-    assert noisy.generator.bit_generator.state == state
-
-
-@pytest.mark.parametrize("data", [torch.zeros(1000, 10), np.zeros((1000, 10)), [torch.zeros(1000, 10)]])
-def test_the_data_is_not_copied(data):
-    """Whatever kind of thing it is; an attribute of the model is part of it, whatever it is called."""
-    model = nn.ReLU()
-    model.dataset = [torch.ones(2)]
-    guard = Guard(model, loader=DataLoader(data, shuffle=True))
-    guard.save()
-    assert guard.last_bytes == 8
-    with guard.protecting("any"):
-        model.dataset.pop().zero_()
-    assert model.dataset[0].tolist() == [1.0, 1.0]
 
 
 def test_a_sampler_without_end_is_read_as_far_as_it_says_or_refused():
@@ -86,29 +43,6 @@ def test_a_sampler_without_end_is_read_as_far_as_it_says_or_refused():
     assert sorted(batch[0].item() for batch in batches) == [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]
 
 
-def test_batches_of_many_sizes_keep_them():
-    """A batch sampler may make them by length."""
-
-    class Batches:
-        def __iter__(self):
-            return iter([[0], [1, 2, 3], [4, 5]])
-
-        def __len__(self):
-            return 3
-
-    loader = DataLoader(TensorDataset(torch.arange(6.0)[:, None]), batch_sampler=Batches())
-    seen = []
-
-    def loss(model, batch):
-        seen.append(batch[0].flatten().tolist())
-        return model(batch[0]).sum()
-
-    context = ModelDataContext(nn.Linear(1, 1), loader=loader, loss_fn=loss)
-    context.compute_gradients()
-    assert seen == [[0.0], [1.0, 2.0, 3.0], [4.0, 5.0]]
-    assert [len(batch[0]) for batch in context.get_shuffled_loader()] == [1, 3, 2]
-
-
 # -- training, weights, data ----------------------------------------------------------------------------------------
 
 
@@ -126,23 +60,6 @@ def test_an_epoch_without_steps_gives_the_mean_gradient_and_moves_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_epoch_with_steps_is_an_epoch():
-    """The same as by hand, over the loader one gives."""
-    model, context = small_context()
-    twin, _ = small_context()
-    batches = [[torch.randn(4, 3)] for _ in range(3)]
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    mean = torch.zeros(2, 4)
-    for batch in batches:
-        optimizer.zero_grad()
-        small_loss(twin, batch).backward()
-        mean += twin[2].weight.grad / 3
-        optimizer.step()
-    found = context.run_training_epoch(batches)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert torch.allclose(found["2.weight"], mean, atol=1e-7)
-
-
 def test_a_perturbation_adds_what_it_names_or_nothing_at_all():
     """A wrong name or shape is found before the first parameter is touched."""
     model, context = small_context()
@@ -154,17 +71,6 @@ def test_a_perturbation_adds_what_it_names_or_nothing_at_all():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     context.apply_perturbation({"0.bias": torch.ones(4, dtype=torch.float64)}, 0.5)
     assert torch.allclose(model[0].bias, before[1] + 0.5)
-
-
-def test_names_are_without_wrappers_and_with_them():
-    """Under DataParallel, say."""
-    model = nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))
-    context = ModelDataContext(model, loss_fn=small_loss, batch=[torch.ones(1, 2)])
-    assert list(context.compute_batch_gradients()) == ["0.weight", "0.bias"]
-    before = model.module[0].bias.detach().clone()
-    context.apply_perturbation({"0.bias": torch.ones(2)}, 1.0)
-    context.apply_perturbation({"module.0.bias": torch.ones(2)}, 1.0)
-    assert torch.allclose(model.module[0].bias, before + 2)
 
 
 def test_what_is_to_look_at():
@@ -259,24 +165,3 @@ def test_a_loader_of_the_experiments_own_making_draws_from_ours():
         orders = {tuple(int(x) for x in context.get_shuffled_loader()) for _ in range(3)}
         assert len(orders) == 3
         assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_list_of_batches_is_data_too():
-    """It can be read again without harm."""
-    context = ModelDataContext(nn.ReLU(), loader=list(range(20)))
-    assert sorted(context.get_shuffled_loader()) == list(range(20))
-    assert list(context.get_shuffled_loader()) != list(range(20))
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_loader_that_was_handed_a_batch_sampler_is_read_in_batches(drop_last):
-    """Such a loader has no batch size of its own; the generator of the sampler inside stays where it is."""
-    data = TensorDataset(torch.arange(10.0).reshape(10, 1))
-    generator = torch.Generator().manual_seed(4)
-    batches = BatchSampler(RandomSampler(data, generator=generator), 4, drop_last)
-    before = generator.get_state()
-    _, context = small_context(loader=DataLoader(data, batch_sampler=batches))
-    read = [batch[0].flatten().tolist() for batch in context.get_shuffled_loader()]
-    assert [len(batch) for batch in read] == ([4, 4] if drop_last else [4, 4, 2])
-    assert len({value for batch in read for value in batch}) == sum(map(len, read))
-    assert torch.equal(generator.get_state(), before)

@@ -129,16 +129,6 @@ def test_hooks_of_ours_stay_whole_whatever_a_block_does_with_them(kind):
         assert fires()
 
 
-def test_tensors_made_in_inference_mode_come_back():
-    """They have no counter, and may be written only there."""
-    model = nn.Linear(2, 2)
-    with torch.inference_mode():
-        model.register_buffer("made", torch.arange(3.0))
-    with rollback(model), torch.inference_mode():
-        model.made.zero_()
-    assert model.made.tolist() == [0.0, 1.0, 2.0]
-
-
 def test_samplers_of_any_kind_come_back():
     """Generators and attributes of batch samplers, generators of loaders that are none of torch's."""
 

@@ -7,11 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-import hookline as hl
 from hookline.guard import rng
-from hookline.guard.rng import RandomStates, hook_stream, kept_rng, set_hook_stream
+from hookline.guard.rng import RandomStates, kept_rng
 
 
 def _draw_all(generators=()) -> list[float]:
@@ -81,33 +79,6 @@ def test_blocks_in_blocks_keep_each_others_streams():
         assert all(np.array_equal(a, b) for a, b in zip(state, again, strict=True))
 
 
-def test_draws_in_one_block_differ_from_those_in_the_next():
-    """NumPy's stream of ours goes on, so that a hook that shuffles shuffles anew each time."""
-    drawn = []
-    for _ in range(3):
-        with kept_rng():
-            drawn.append(np.random.rand())
-    assert len(set(drawn)) == 3
-
-
-def test_seeding_and_exceptions_inside_the_block_do_no_harm():
-    """Seeds set there are not set outside."""
-    _seed()
-    expected = _draw_all()
-    _seed()
-
-    def block():
-        with kept_rng():
-            np.random.seed(5)
-            torch.manual_seed(5)
-            random.seed(5)
-            raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        block()
-    assert _draw_all() == expected
-
-
 @pytest.mark.parametrize("memory", [True, False])
 def test_another_bit_generator_of_numpy_is_put_back(memory, request):
     """Whoever has exchanged it: the user before, or the block."""
@@ -138,44 +109,6 @@ def test_what_has_moved_is_named():
     np.random.rand()
     generators[1].random()
     assert states.changed() == ["random stream of NumPy", "generator 1 (Generator)"]
-
-
-def test_hooks_of_equal_runs_in_one_process_draw_the_same():
-    """The stream that NumPy is lent begins anew with each run, also for blocks inside blocks; not within one."""
-
-    class Draws(hl.TrainingHook):
-        name = "draws"
-        hook_points = {hl.HookPoint.POST_STEP}
-
-        def compute(self, ctx):
-            with kept_rng():
-                inner = np.random.rand()
-            return {"outer": np.random.rand(), "inner": inner}
-
-    def drawn() -> dict[str, list[float]]:
-        torch.manual_seed(0)
-        np.random.seed(0)
-        model, sink = nn.Linear(2, 1), hl.sinks.MemorySink()
-        experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(4, 2)] * 3)
-        experiment.loss_fn = lambda model, batch: model(batch).mean()
-        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Draws()], sinks=[sink]))
-        return {name: list(sink.latest[name]) for name in ("draws/outer", "draws/inner")}
-
-    first = drawn()
-    assert drawn() == first
-    assert len({value for values in first.values() for value in values}) == 6
-
-
-def test_the_stream_that_hooks_draw_from_can_be_put_back():
-    """For checkpoints."""
-    with kept_rng():
-        np.random.rand()
-    state = hook_stream()
-    with kept_rng():
-        first = np.random.rand()
-    set_hook_stream(state)
-    with kept_rng():
-        assert np.random.rand() == first
 
 
 def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():

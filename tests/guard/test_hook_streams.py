@@ -96,38 +96,6 @@ def test_what_hooks_draw_depends_on_the_seed_and_on_nothing_else(stream, make):
     assert not set(drawn[0]) & set(drawn[2])
 
 
-def test_numpys_seed_alone_is_enough():
-    """A user who seeds NumPy and nothing else gets other NumPy numbers for another seed."""
-    drawn = []
-    for seed in (0, 1):
-        experiment, hook = _full_batch(7), _Bootstraps()
-        np.random.seed(seed)
-        _train(experiment, hook)
-        drawn.append(hook.drawn[0][0])
-    assert drawn[0] != drawn[1]
-
-
-def test_two_interventions_of_one_firing_draw_different_numbers_from_numpy():
-    """The stream goes on from one to the next; none starts where the other did."""
-    one, other = _Bootstraps(), _Bootstraps()
-    other.name = "others"
-    _train(_full_batch(0), one, other)
-    seen = [draws[0] for hook in (one, other) for draws in hook.drawn]
-    assert len(set(seen)) == len(seen) == 8
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_run_does_not_notice_what_hooks_draw(dropout):
-    """Weights after 24 steps, and every stream at the end, with hooks that draw and without."""
-    ends = []
-    for hooks in ([], [_Bootstraps(), _Observes()]):
-        experiment = _experiment(3, dropout=dropout, steps=24)
-        weights = _train(experiment, *hooks)
-        ends.append((weights, torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()))
-    assert all(torch.equal(a, b) for a, b in zip(ends[0][0], ends[1][0], strict=True))
-    assert ends[0][1:] == ends[1][1:]
-
-
 @pytest.mark.parametrize("make", [_full_batch, _experiment])
 def test_a_resumed_run_goes_on_in_the_streams_of_its_hooks(tmp_path, make):
     """Four epochs at once, or two and then two from a checkpoint: the hooks draw the same."""

@@ -245,11 +245,6 @@ def test_a_run_with_an_alarm_in_every_step_ends_with_the_same_bits(make: Callabl
     assert differences(plain(make), train(alarmed, make)) == []
 
 
-def test_a_random_number_in_a_run_with_alarms_is_noticed() -> None:
-    """The control of the test above."""
-    assert {"random", "state head.weight"} <= set(differences(plain(BadBranch), train(drawing, BadBranch)))
-
-
 def test_the_comparison_notices_the_least_change() -> None:
     """The control: one weight, in its last bit; and a random number that a hook draws in each step."""
 

@@ -6,14 +6,11 @@ import io
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import hookline as hl
-from hookline.guard.digest import changed
 from hookline.records.sink import Record, StepSeries
-from hookline.sinks.console_sink import ConsoleSink, format_value, trend
-from hookline.testing.small_run import left_by, small_experiment
+from hookline.sinks.console_sink import ConsoleSink, format_value
 
 NAN, INF = float("nan"), float("inf")
 
@@ -62,23 +59,6 @@ def test_names_of_layers_are_hidden_and_counted():
     )
 
 
-def test_another_run_begins_with_nothing_kept_and_the_end_prints_what_is_left():
-    """set_run_context clears the buffer in normal mode as well; flush prints what no snapshot has."""
-    file = io.StringIO()
-    sink = ConsoleSink(console=Console(file=file, width=80))
-    sink.emit({"old/x": 1.0}, 0, "POST_EPOCH")
-    sink.set_run_context(strategy="b")
-    sink.emit({"new/x": 1.0}, 0, "POST_EPOCH")
-    assert file.getvalue() == ""
-    sink.flush()
-    sink.flush()
-    text = file.getvalue()
-    assert text.count("new") == 1
-    assert "old" not in text
-    sink.close()
-    assert file.getvalue() == text
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -113,33 +93,6 @@ def test_another_run_begins_with_nothing_kept_and_the_end_prints_what_is_left():
 def test_values_read_in_a_few_characters(value, text):
     """OrderedLearning's formats; NaN is to be seen, also in a list."""
     assert format_value(value) == text
-
-
-def test_names_are_text_and_not_markup():
-    """Brackets and letters of any kind are printed as they are."""
-    text = printed(Record({"größe/[bold]μ[red]": 1.0}, 0, "SNAPSHOT"))
-    assert "größe" in text
-    assert "[bold]μ[red]" in text
-
-
-@pytest.mark.parametrize(
-    ("values", "mark"),
-    [
-        ([1.0], ""),
-        ([1.0, 2.0], "▲"),
-        ([2.0, 1.0], "▼"),
-        ([1.0, 1.009], "━"),
-        ([1.0, 1.011], "▲"),
-        ([-1.0, -2.0], "▼"),
-        ([0.0, 0.0], "━"),
-        ([0.0, 1e-9], "▲"),
-        ([0.0, -1e-9], "▼"),
-        ([1.0, NAN], ""),
-    ],
-)
-def test_trends_go_from_the_first_value_to_the_last(values, mark):
-    """Under one percent is flat, from zero the sign decides."""
-    assert trend(values) == mark
 
 
 def terminal(width: int = 110) -> Console:
@@ -179,23 +132,6 @@ def test_the_live_column_has_groups_labels_values_and_trends():
     sink.close()
 
 
-def test_the_live_column_begins_anew_with_another_run():
-    """History and values go; no table is printed in live mode."""
-    console = terminal()
-    sink = ConsoleSink("live", LIVE, console=console)
-    sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
-    sink.emit({"t/loss": 2.0}, 1, "SNAPSHOT")
-    assert any("▲" in line for line in drawn(console, sink))
-    sink.set_run_context(strategy="b")
-    assert drawn(console, sink) == []
-    sink.emit({"t/loss": 3.0}, 0, "POST_EPOCH")
-    assert any("3.000000" in line for line in drawn(console, sink))
-    assert not any("▲" in line for line in drawn(console, sink))
-    sink.close()
-    sink.close()
-    assert "Metric" not in console.file.getvalue().replace("Hook Metrics", "")
-
-
 def test_without_a_choice_the_live_column_shows_what_comes_by_hook():
     """Names of layers are left out there as well."""
     console = terminal()
@@ -226,46 +162,3 @@ def test_wrong_options_are_told():
     with pytest.raises(hl.errors.OptionError, match="'live', got 'loud'"):
         ConsoleSink("loud")  # type: ignore[arg-type]
     assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]
-
-
-def test_it_is_a_sink_of_a_run():
-    """Through the manager and the epoch loop, with tensors and series on the way; the run is as without it."""
-
-    class Norm(hl.TrainingHook):
-        name = "norm"
-        hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.SNAPSHOT}
-
-        def compute(self, ctx):
-            return {"of_weights": ctx.model.decoder.weight.detach().norm()}
-
-    file = io.StringIO()
-    sink = ConsoleSink(console=Console(file=file, width=80))
-    hooked = small_experiment()
-    hl.epoch_loop(hooked, epochs=4, manager=hl.HookManager(hooks=[Norm()], sinks=[sink]), snapshot_every=2)
-    left = left_by(hooked)
-    plain = small_experiment()
-    hl.epoch_loop(plain, epochs=4, snapshot_every=2)
-    assert changed(left, left_by(plain)) == []
-    torch.rand(1)  # a control: the comparison would see that
-    assert changed(left, left_by(plain)) == ["random stream of torch"]
-    text = file.getvalue()
-    assert text.count("Hook Metrics") == 3  # two snapshots, and what came after the last
-    assert "(n=6)" in text
-    assert "val_acc" in text
-
-
-def test_a_table_is_of_the_epoch_and_its_snapshot_together():
-    """One, although they come as two records; epochs between snapshots have none; without hooks at snapshots too."""
-    records = []
-    for epoch in range(4):
-        records.append(Record({"training_metrics/loss": 1.0 + epoch}, epoch, "POST_EPOCH", step=epoch + 10))
-        if epoch % 2 == 0:
-            records.append(Record({"phases/code": epoch}, epoch, "SNAPSHOT", step=epoch + 10))
-    bar = ConsoleSink(console=Console(file=io.StringIO(), width=160), snapshot_every=2)
-    bar.start(4, "epochs")
-    for record in records:
-        bar.write(record)
-    bar.flush()
-    first, second, third = bar.console.file.getvalue().split("Hook Metrics")[1:]
-    assert ["epoch 0" in first, "epoch 2" in second, "epoch 3" in third] == [True] * 3
-    assert ["code" in each for each in (first, second, third)] == [True, True, False]

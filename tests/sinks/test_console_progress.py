@@ -49,25 +49,6 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end():
     ]
 
 
-def test_a_run_that_goes_on_has_its_rate_from_what_is_new():
-    """Steps that were done before do not make it faster; slow ones are told by the second."""
-    clock = Clock()
-    progress, file = on_paper(clock)
-    progress.start(100, "steps", done=90)
-    clock.now += 20
-    progress.advance(5)
-    assert file.getvalue().splitlines() == ["95/100 steps · 4.0 s each · 0:00:20 left"]
-
-
-def test_what_has_not_begun_says_nothing():
-    """Stopped before the first step, or never started."""
-    progress, file = on_paper(Clock())
-    progress.stop()
-    progress.start(10, "steps")
-    progress.stop()
-    assert file.getvalue() == ""
-
-
 def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back():
     """Drawn to its end although it is drawn ten times a second at most."""
     console, clock = on_screen(), Clock()
@@ -82,20 +63,6 @@ def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back():
     assert "1000.0/s" in text
     assert "loss 0.25" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-
-
-def test_tables_are_printed_above_the_bar():
-    """Bar and sink share a console, so neither writes over the other."""
-    console = on_screen()
-    sink = ConsoleSink(console=console)
-    sink.start(2, "epochs")
-    sink.emit({"a/b": 1.0}, 0, "SNAPSHOT")
-    sink.emit({"eval/val_acc": 0.5}, 0, "SNAPSHOT")
-    sink.advance(2)
-    sink.stop()
-    text = console.file.getvalue()
-    assert text.count("Hook Metrics") == 1  # hooks and evaluation in one table, since the loop says when both are there
-    assert text.rindex("2/2") > text.rindex("1.000000")
 
 
 @pytest.mark.parametrize("width", [110, 40])

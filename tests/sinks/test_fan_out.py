@@ -147,43 +147,6 @@ def test_a_full_disk_is_no_end_and_when_there_is_room_again_nothing_is_missing(t
     assert done.stdout == "went on\n", done.stderr
 
 
-def test_each_process_of_a_distributed_run_has_a_log_of_its_own(tmp_path, monkeypatch):
-    """So that they do not number each other's records."""
-    monkeypatch.setenv("RANK", "2")
-    with FanOut([], log=tmp_path / "records.jsonl") as fan_out:
-        fan_out.write(record(0))
-    assert found(tmp_path / "records.rank2.jsonl") == [0]
-    monkeypatch.setenv("RANK", "nonsense")
-    assert FanOut([], log=tmp_path / "records.jsonl").log == tmp_path / "records.jsonl"
-
-
-def test_a_block_that_ends_by_an_error_shows_that_error(tmp_path):
-    """Not the warning of a sink, where warnings are errors."""
-
-    def run() -> None:
-        with FanOut([Away(RuntimeError("not now"))]) as fan_out:
-            fan_out.write(record(0))
-            raise KeyError("the reason")
-
-    with pytest.raises(KeyError, match="the reason"):
-        run()
-    sink = Away(RuntimeError("not now"))
-    with pytest.raises(HooklineWarning, match="Away could not"), FanOut([sink]) as fan_out:
-        fan_out.write(record(0))
-
-
-def test_a_record_that_comes_after_the_end_is_written_all_the_same(tmp_path):
-    """The file is opened again; a log may also be given as an object."""
-    fan_out = FanOut([], log=RecordLog(tmp_path / "records.jsonl"))
-    fan_out.write(record(0))
-    fan_out.close()
-    fan_out.close()
-    fan_out.write(record(1))
-    fan_out.close()
-    assert [(one.number, one.metrics["x"]) for one in read_log(tmp_path)] == [(0, 0), (1, 1)]
-    assert fan_out.errors == {}
-
-
 # -- sinks that fail: what passes is tried again, later and later; what does not is passed over ----------------
 
 
@@ -252,25 +215,6 @@ def test_a_sink_that_is_behind_at_the_end_is_named_with_what_it_has_missed(clock
         fan_out.warn_pending()
     assert "1 records" in str(told[-1].message)
     assert "hookline replay" in str(told[-1].message)
-
-
-def test_records_that_wait_for_the_log_reach_a_sink_that_is_behind(tmp_path):
-    """Neither the log nor the sink can be written, and then both: nothing is missing, nothing comes twice."""
-    folder = tmp_path / "run"
-    folder.write_text("a file in the way")
-    sink = Away(OSError("full"))
-    fan_out = FanOut([sink], log=folder / "records.jsonl")
-    for number in range(3):
-        fan_out.write(record(number))
-    sink.error = None
-    fan_out.flush()
-    assert sink.seen == [0, 1, 2]
-    folder.unlink()
-    fan_out.flush()
-    fan_out.write(record(3))
-    fan_out.close()
-    assert found(folder / "records.jsonl") == sink.seen == [0, 1, 2, 3]
-    fan_out.pending.clear()
 
 
 def test_without_a_log_a_sink_misses_what_it_fails_to_take_and_goes_on_with_the_next():

@@ -55,19 +55,6 @@ def test_a_slow_sink_gets_everything_in_order_elsewhere_and_without_torch(tmp_pa
     assert b"this goes to the file" in (tmp_path / ".helper.log").read_bytes()
 
 
-def test_without_slow_sinks_there_is_no_process_and_no_temporary_log(tmp_path, monkeypatch):
-    """And with one, none before the first record."""
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was begun"))
-    with FanOut([], log=tmp_path / "records.jsonl") as fan_out:
-        fan_out.write(record(0))
-    with FanOut([]) as fan_out:
-        fan_out.write(record(0))
-        assert fan_out.log is None
-    with FanOut([Slow(str(tmp_path / "slow.txt"))]) as fan_out:
-        fan_out.set_run_context(strategy="a")
-        fan_out.write(Record({}, 0, "POST_EPOCH"))
-
-
 def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_arrived(tmp_path):
     """Folder and all."""
     out = tmp_path / "slow.txt"
@@ -78,23 +65,6 @@ def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_a
         assert log.exists()
     assert numbers(out) == [0]
     assert not log.parent.exists()
-
-
-def test_a_record_after_closing_reaches_a_slow_sink_without_a_log_too(tmp_path):
-    """In another temporary log, which goes as well; the sink knows the run, and closing again does nothing."""
-    out = tmp_path / "slow.txt"
-    fan_out = FanOut([Slow(str(out))])
-    fan_out.set_run_context(strategy="a")
-    fan_out.write(record(0))
-    fan_out.close()
-    fan_out.close()
-    fan_out.write(record(1))
-    log = fan_out.log
-    fan_out.close()
-    assert numbers(out) == [0, 1]
-    assert [line["context"] for line in delivered(out) if "context" in line] == [{"strategy": "a"}] * 2
-    assert not log.parent.exists()
-    assert fan_out.pending == []
 
 
 def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path):
@@ -135,24 +105,6 @@ def test_closing_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path
     fan_out.write(record(3))
     fan_out.close()
     assert numbers(out) == [0, 1, 2, 3]
-
-
-def test_a_helper_that_is_killed_is_begun_anew_and_nothing_is_lost(tmp_path):
-    """What it had delivered and noted is not delivered again."""
-    out = tmp_path / "slow.txt"
-    fan_out = FanOut([Slow(str(out))], log=tmp_path / "records.jsonl")
-    fan_out.write(record(0))
-    until(lambda: position(tmp_path / "records.jsonl") == 1)
-    killed = process_of(fan_out)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    for number in range(1, 4):
-        fan_out.write(record(number))
-    fan_out.close()
-    assert numbers(out) == [0, 1, 2, 3]
-    assert fan_out.errors == {"helper": 1}
-    with pytest.warns(HooklineWarning, match="process of the slow sinks"):
-        fan_out.warn_pending()
 
 
 def test_a_helper_that_is_killed_at_any_moment_repeats_a_batch_at_most(tmp_path):
@@ -198,33 +150,6 @@ def begun_run(tmp_path: Path, count: int, group: bool = False) -> tuple[subproce
     return run, int(run.stdout.readline())
 
 
-FULL_DISK = """
-import resource, sys
-sys.path.insert(0, {here!r})
-from helpers_sinks import Slow, record
-from hookline.records.log import FanOut
-with FanOut([Slow({out!r})], log={log!r}) as fan_out:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, limits[1]))
-    fan_out.write(record(0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-print(dict(fan_out.errors))
-"""
-
-
-def test_a_helper_that_begins_on_a_full_disk_leaves_no_half_bytecode_for_later_ones(tmp_path):
-    """Python 3.11 keeps what it could write of a .pyc, and fails at it from then on: "marshal data too short"."""
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
-    for name, room in {"first": 2000, "second": -1}.items():  # enough for the lines of the sink, too little for a .pyc
-        folder = tmp_path / name
-        folder.mkdir()
-        out, log = folder / "slow.txt", folder / "records.jsonl"
-        code = FULL_DISK.format(here=str(Path(__file__).parents[1]), out=str(out), log=str(log), room=room)
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        assert run.stdout == "{}\n", run.stderr
-        assert numbers(out) == [0]
-
-
 def is_gone(pid: int) -> bool:
     """Whether there is no such process, or only its name is left."""
     try:
@@ -241,22 +166,6 @@ def test_when_the_run_is_killed_its_helper_delivers_the_rest_and_ends(tmp_path):
     until(lambda: is_gone(helper))
     assert numbers(tmp_path / "slow.txt") == list(range(300))
     assert position(tmp_path / "r.jsonl") == 300
-
-
-def test_a_run_that_is_resumed_at_once_does_not_deliver_again_what_the_old_helper_still_does(tmp_path):
-    """The new one waits for its turn; what was cut off and written again comes once."""
-    out, log = tmp_path / "slow.txt", tmp_path / "r.jsonl"
-    run, old = begun_run(tmp_path, 400)
-    run.kill()
-    run.communicate()
-    until(lambda: len(numbers(out)) > 5)
-    assert not is_gone(old)
-    with FanOut([Slow(str(out))], log=log) as resumed:
-        resumed.load_state_dict({"records": 200})
-        for number in range(200, 500):
-            resumed.write(record(number, x=number, longer="x" * (number % 7)))
-    assert numbers(out) == list(range(500))
-    until(lambda: is_gone(old))
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_helper(tmp_path):
@@ -344,30 +253,6 @@ def test_a_slow_sink_that_cannot_be_made_elsewhere_is_refused_before_the_run(sin
         FanOut([sink])
 
 
-class Unmakeable(Slow):
-    """Raises when it is made."""
-
-    def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
-        super().__init__(path)
-        if sys.argv[0].endswith("helper.py"):
-            raise ImportError("pip install something")
-
-
-def test_a_sink_that_cannot_be_made_there_is_told_and_the_records_stay_in_the_log(tmp_path):
-    """The error arrives in words."""
-    log = tmp_path / "records.jsonl"
-    fan_out = FanOut([Unmakeable(str(tmp_path / "slow.txt"))], log=log, patience=1.0)
-    fan_out.write(record(0))
-    until(lambda: fan_out.errors["Unmakeable"], "the other process has said so")
-    fan_out.close()
-    with pytest.warns(HooklineWarning) as caught:
-        fan_out.warn_pending()
-    said = " ".join(str(one.message) for one in caught)
-    assert "Unmakeable could not" in said
-    assert "ImportError: pip install something" in said
-    assert len(list(read_log(log))) == 1
-
-
 def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     """Ctrl-C while slow sinks are waited for: everything else is closed by then, and the process goes on by itself."""
     slow = tmp_path / "slow.txt"
@@ -422,14 +307,3 @@ class Closing(MetricSink):
 
     def close(self) -> None:
         self.closed = True
-
-
-def test_a_sink_that_cannot_begin_anew_gets_no_record_twice(tmp_path):
-    """The log was cut back below what it has: the records that the resumed run makes again are passed over."""
-    out = tmp_path / "out.txt"
-    for state, end in (({}, 4), ({"first": 0, "records": 2}, 6)):
-        with FanOut([Slow(str(out))], log=tmp_path / "records.jsonl") as fan_out:
-            fan_out.load_state_dict(state)
-            for number in range(fan_out.state_dict()["records"], end):
-                fan_out.write(record(number))
-    assert [line["n"] for line in map(json.loads, out.read_text().splitlines()) if "n" in line] == list(range(6))

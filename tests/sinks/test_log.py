@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import decimal
-import enum
-import fractions
 import json
 import math
 import random
@@ -14,9 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from helpers_sinks import record
 
 from hookline.errors import OptionError
@@ -85,10 +80,6 @@ def test_what_is_not_finite_is_a_word_and_comes_back(tmp_path):
     assert found.metrics["series"].steps == [1, 2, 3]
 
 
-class Color(enum.Enum):
-    RED = 1
-
-
 class Rude:
     def __str__(self) -> str:
         raise RuntimeError("no")
@@ -114,23 +105,6 @@ def within_itself():
     return found
 
 
-SAME = {
-    "NumPy float": (np.float32(0.5), 0.5),
-    "NumPy float64": (np.float64(0.25), 0.25),
-    "NumPy int": (np.int64(7), 7),
-    "NumPy bool": (np.bool_(True), True),
-    "array": (np.array([[1.0, 2.0]]), [[1.0, 2.0]]),
-    "tensor": (torch.tensor(1.5), 1.5),
-    "tensors": (torch.tensor([1, 2]), [1, 2]),
-    "tuple": ((1, 2.0), [1, 2.0]),
-    "whole keys": ({1: 2.0, 2: [3]}, {"1": 2.0, "2": [3]}),
-    "fraction": (fractions.Fraction(1, 2), 0.5),
-    "largest": (2**64 - 1, 2**64 - 1),
-    "least": (-(2**63), -(2**63)),
-    "many": (list(range(200_000)), list(range(200_000))),
-    "names": ({"größe 😀": 1, '\n\t"\\': 2}, {"größe 😀": 1, '\n\t"\\': 2}),
-}
-
 ALTERED = {
     "huge": 2**70,
     "huge among others": [1, 2**70],
@@ -148,15 +122,6 @@ ALTERED = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_values_that_are_nearly_json_are_written_as_such(tmp_path, case):
-    """As numbers, lists and dictionaries."""
-    given, expected = SAME[case]
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Record({"it": given, "beside": 0.5}, 0, "POST_EPOCH"))
-    assert lines(log.path)[0]["metrics"] == {"it": expected, "beside": 0.5}
-
-
 @pytest.mark.parametrize("case", ALTERED)
 def test_what_json_cannot_hold_is_text_and_never_raises(tmp_path, case):
     """Its neighbours are as they were."""
@@ -169,30 +134,6 @@ def test_what_json_cannot_hold_is_text_and_never_raises(tmp_path, case):
     assert second["metrics"] == {"x": 1}
     assert len(log.path.read_bytes()) < 10_000
     assert len(list(read_log(log.path))) == 2
-
-
-def test_odd_names_and_heads_are_written_as_well(tmp_path):
-    """Names that are no UTF-8, decimals as epochs, a point with no name."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Record({"\udcff": 1.0, "fine": 2.0}, decimal.Decimal(3), Color.RED, np.int64(4), "\ud800"))
-    (line,) = lines(log.path)
-    assert line["metrics"] == {"\\udcff": 1.0, "fine": 2.0}
-    assert (line["step"], line["point"], line["strategy"]) == (4, "RED", "\\ud800")
-    assert len(list(read_log(log.path))) == 1
-
-
-def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
-    """Paths as text; they have no number."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Context({"strategy": "a", "output_dir": tmp_path, "config": {"lr": 0.1}}))
-    log.append(record(0))
-    log.append(Context({"strategy": "b"}))
-    log.append(record(1))
-    first, _, second, last = read_log(log.path)
-    assert first == Context({"strategy": "a", "output_dir": str(tmp_path), "config": {"lr": 0.1}}, first.time)
-    assert abs(first.time - time.time()) < 60
-    assert second.context == {"strategy": "b"}
-    assert last.number == 1
 
 
 @pytest.mark.parametrize(
@@ -242,24 +183,6 @@ def test_going_back_to_what_is_not_there_is_an_error_that_says_so(tmp_path, numb
     with pytest.raises(OptionError, match=f"cut back to {number} records, and has 1"):
         log.truncate(number)
     assert log.append(record(number)).number == number
-
-
-def test_a_log_in_a_folder_that_was_moved_names_the_places_of_now(tmp_path):
-    """Those in its folder; others stay."""
-    log = RecordLog(tmp_path / "old" / "records.jsonl")
-    log.append(Context({"run_dir": tmp_path / "old" / "a", "output_dir": tmp_path / "older"}))
-    log.close()
-    (tmp_path / "old").rename(tmp_path / "new")
-    (found,) = read_log(tmp_path / "new")
-    assert found.context == {"run_dir": str(tmp_path / "new" / "a"), "output_dir": str(tmp_path / "older")}
-
-
-def test_a_log_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path):
-    """Of a folder and of a file."""
-    with pytest.raises(OptionError, match=r"the folder has no records.jsonl\. Give the folder of a run, or its log\."):
-        list(read_log(tmp_path))
-    with pytest.raises(OptionError, match="there is no such file"):
-        list(read_log(tmp_path / "nothing.jsonl"))
 
 
 WRITER = """
@@ -314,14 +237,3 @@ def test_two_processes_do_not_write_one_log(tmp_path):
     first.kill()
     first.communicate()
     RecordLog(path).append(record(0))
-
-
-def test_a_log_can_be_read_while_it_is_written(tmp_path):
-    """Whole lines only, ever more of them."""
-    process = writer(tmp_path / "records.jsonl")
-    process.stdout.readline()
-    counts = [len(list(read_log(tmp_path))) for _ in range(5)]
-    process.kill()
-    process.communicate()
-    assert counts == sorted(counts)
-    assert counts[0] >= 1

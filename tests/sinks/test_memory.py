@@ -59,9 +59,3 @@ def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
     assert copy.deepcopy(Whole(prefix="a")).prefix == "a"
     with pytest.raises(hl.errors.HookSignatureError, match="Mute has to say"):
         type("Mute", (RunSink,), {})()
-
-
-def test_a_sink_given_as_a_class_is_told_to_be_called():
-    """By its name."""
-    with pytest.raises(hl.errors.OptionError, match=r"got the class MemorySink: call it, MemorySink\(\)\."):
-        hl.HookManager(sinks=[hl.sinks.MemorySink])

@@ -92,19 +92,6 @@ def test_a_run_per_strategy_with_every_value_at_its_step(tmp_path, empty):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "random", "sorted"]
 
 
-def test_a_store_that_has_lost_the_run_gets_another(tmp_path, empty):
-    """The file that says which run it was names one that is gone."""
-    ids = set()
-    for _ in range(3):
-        shutil.copy(empty, tmp_path / "mlflow.db")
-        sink = MLflowSink()
-        sink.set_run_context(strategy="random", run_dir=tmp_path)
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-        ids.add(sink.run_id)
-        sink.close()
-    assert len(ids) == 3
-
-
 def test_every_kind_of_value_and_name_is_taken(tmp_path, empty):
     """What MLflow refuses in a name is mapped; more than a thousand metrics go in pieces."""
     (tmp_path / "run").mkdir()
@@ -133,16 +120,3 @@ def test_every_kind_of_value_and_name_is_taken(tmp_path, empty):
     }  # fmt: skip
     assert (data.tags["text"], data.tags["mixed"]) == ("größe", '[1,"x"]')
     assert json.loads((tmp_path / "run" / "mlflow_run.json").read_text())["run_id"] == run
-
-
-def test_a_replay_does_not_go_on_with_the_run(tmp_path, empty):
-    """It is a run of its own, and the run's own id stays what it was."""
-    shutil.copy(empty, tmp_path / "mlflow.db")
-    ids = []
-    for replay in (False, True, False):
-        sink = MLflowSink()
-        sink.set_run_context(strategy="random", run_dir=tmp_path, replay=replay)
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-        ids.append(sink.run_id)
-        sink.close()
-    assert ids[0] == ids[2] != ids[1]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers_sinks import Slow, record
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.files import take_lock
 from hookline.records.log import FanOut, RecordLog, read_log
 
 OTHER = """
@@ -28,22 +25,6 @@ def other_process_gets(path) -> bool:
     """Whether somebody else could have the lock now."""
     found = subprocess.run([sys.executable, "-c", OTHER, str(path)], capture_output=True, text=True, check=True)
     return found.stdout.strip() == "True"
-
-
-def test_one_of_two_threads_gets_a_lock(tmp_path, monkeypatch):
-    """Though both look whether it is free before either has it."""
-    original, path = os.fstat, tmp_path / "lock"
-
-    def slow(file):
-        time.sleep(0.05)
-        return original(file)
-
-    monkeypatch.setattr(os, "fstat", slow)
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(take_lock, [path, path]))
-    assert found.count(None) == 1
-    for lock in filter(None, found):
-        lock.release()
 
 
 def test_two_managers_of_one_process_do_not_write_one_log(tmp_path):
@@ -79,28 +60,6 @@ def test_no_lock_is_left(tmp_path):
     assert not other_process_gets(tmp_path / ".records.jsonl.lock")
     fan_out.close()
     assert [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
-
-
-def test_a_lock_that_is_taken_away_while_one_waits_is_none(tmp_path):
-    """Who has opened the file just before it went holds nothing: the next one must not find the way free as well."""
-    path = tmp_path / "a.lock"
-    real_open, guards = os.open, [take_lock(path)]
-
-    def late(*arguments):
-        file = real_open(*arguments)
-        if guards:
-            guards.pop().release()  # after it was opened, before it is locked
-        return file
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hookline.files._is_ours", lambda path: False)
-        patch.setattr(os, "open", late)
-        mine = take_lock(path)
-    assert mine is not None
-    assert path.exists()
-    assert not other_process_gets(path)
-    mine.release()
-    assert other_process_gets(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

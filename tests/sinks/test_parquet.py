@@ -81,17 +81,3 @@ def test_files_are_full_or_last(tmp_path, monkeypatch):
     assert all(10 <= count < 20 for count in full)
     assert last < 10
     assert values(tmp_path / "a.parquet") == [("a", float(number), number) for number in range(25)]
-
-
-def test_rows_do_not_wait_for_ever(tmp_path, monkeypatch):
-    """A record that comes after ten seconds has those before it written."""
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    sink = ParquetSink(tmp_path / "a.parquet")
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-    clock[0] = 9.0
-    sink.emit({"a": 2}, 1, "SNAPSHOT")
-    assert list((tmp_path / "a.parquet").iterdir()) == []
-    clock[0] = 10.0
-    sink.emit({"a": 3}, 2, "SNAPSHOT")
-    assert len(read(sink.path)) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hookline as hl
 from hookline.records import FanOut, MetricSink, Record, read_log
-from hookline.sinks import CSVSink, JSONLSink, MemorySink, ParquetSink, TensorBoardSink
+from hookline.sinks import CSVSink, JSONLSink, MemorySink, ParquetSink
 
 FILES = (CSVSink, JSONLSink, ParquetSink)
 
@@ -163,39 +162,6 @@ def test_files_that_are_not_of_this_run_stay_and_its_own_are_found_again(tmp_pat
     assert rows(tmp_path / "m_1.csv") == rows(tmp_path / "m_1.jsonl") == [0, 1, 2, 3]
 
 
-def test_a_run_that_was_copied_goes_on_in_the_copy(tmp_path):
-    """The files of the run it was copied from stay as they are."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    fan_out = made(one / "records.jsonl", strategy="a", run_dir=str(one))
-    fan_out.write(record(0))
-    state = fan_out.state_dict()
-    fan_out.write(record(1))
-    fan_out.close()
-    before = files(one)
-    shutil.copytree(one, two)
-    fan_out = made(two / "records.jsonl", state=state, strategy="a", run_dir=str(two))
-    fan_out.write(record(7))
-    fan_out.close()
-    assert files(one) == before
-    assert files(two) == {name: [0.0, 7.0] for name in ("a.csv", "a.jsonl", "a.parquet")}
-
-
-def test_strategies_keep_their_files_when_a_later_one_is_resumed(tmp_path):
-    """From a checkpoint that was made before the first record of the second."""
-    log = tmp_path / "records.jsonl"
-    fan_out = made(log, strategy="a", run_dir=str(tmp_path / "a"))
-    fan_out.write(record(0))
-    fan_out.set_run_context(strategy="b", run_dir=str(tmp_path / "b"))
-    state = fan_out.state_dict()
-    fan_out.write(record(1))
-    fan_out.close()
-    fan_out = made(log, state=state, strategy="b", run_dir=str(tmp_path / "b"))
-    fan_out.write(record(2))
-    fan_out.close()
-    for name, value in {"a": 0.0, "b": 2.0}.items():
-        assert files(tmp_path / name) == {f"{name}{ending}": [value] for ending in (".csv", ".jsonl", ".parquet")}
-
-
 class Own(hl.MetricSink):
     """A sink of a user, which knows nothing of resuming."""
 
@@ -227,33 +193,6 @@ def test_a_sink_that_cannot_begin_anew_gets_the_records_from_now_on(tmp_path, or
             fan_out.set_run_context(strategy="a")
         fan_out.write(record(1))
     assert sink.seen == [{"strategy": "a"}, 1]
-
-
-def test_a_run_that_is_resumed_leaves_the_rows_of_another_alone(tmp_path):
-    """Two runs with a log each, and sinks that name one file: each run has a file of its own."""
-    for name in ("a", "b"):
-        with FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / name / "records.jsonl") as fan_out:
-            for number in range(3):
-                fan_out.write(record(number))
-    with FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / "a" / "records.jsonl") as fan_out:
-        fan_out.load_state_dict({"first": 0, "records": 2})
-        fan_out.write(record(5))
-    assert rows(tmp_path / "m.jsonl") == [0, 1, 5]
-    assert rows(tmp_path / "m_1.jsonl") == [0, 1, 2]
-
-
-def test_a_log_that_is_opened_later_knows_which_run_it_is(tmp_path):
-    """As a loop opens one beside its checkpoints: the folder of sinks is in it when they read it again."""
-    for state in ({}, {"first": 0, "records": 2}):
-        with FanOut([CSVSink(), TensorBoardSink(tmp_path / "events")]) as fan_out:
-            fan_out.set_run_context(run_dir=str(tmp_path / "run"), strategy="a")
-            fan_out.open_log(tmp_path / "records.jsonl")
-            fan_out.load_state_dict(state)
-            for number in range(fan_out.state_dict()["records"], 3):
-                fan_out.write(record(number))
-        assert fan_out.log == tmp_path / "records.jsonl"
-        assert rows(tmp_path / "run" / "a.csv") == [0, 1, 2]
-    assert [path.name for path in (tmp_path / "events").iterdir()] == ["a"]
 
 
 def test_each_log_of_a_manager_has_files_of_its_own(tmp_path):

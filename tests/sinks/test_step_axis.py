@@ -12,35 +12,12 @@ from helpers_loops import linear_experiment, noting
 import hookline as hl
 
 
-class OwnSink(hl.MetricSink):
-    """The smallest sink there is."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def emit(self, metrics, epoch, hook_point) -> None:
-        self.epochs.append(epoch)
-
-
 def train(*sinks, steps: int = 5, **options) -> None:
     """Five steps with three batches a pass, a snapshot at 0, 2 and 4, and an evaluation before the first step."""
     experiment = linear_experiment(3, evaluate=lambda model: {"accuracy": 0.5})
     manager = hl.HookManager(hooks=[noting("POST_STEP", "SNAPSHOT")], sinks=list(sinks), **options)
     with manager:
         hl.step_loop(experiment, steps=steps, manager=manager, snapshot_every=2)
-
-
-def test_memory_says_step_and_plots_over_it():
-    """What came before the first step has none, and stands at 0."""
-    sink, own = hl.sinks.MemorySink(), OwnSink()
-    train(sink, own)
-    assert {record.epoch for record in sink.records} == {None}
-    assert sink.series("initial/accuracy") == [(0, 0.5)]
-    assert sink.series("eval/accuracy") == [(0, 0.5), (2, 0.5), (4, 0.5)]
-    assert [step for step, _ in sink.series("noting/seen")] == [0, 0, 2, 2, 4, 4]
-    assert own.epochs == [record.position for record in sink.records]  # as ever: it is told one number
-    assert sink.records[0].place_text() == "before the first step"
-    assert "epoch" not in sink.records[-1].place_text()
 
 
 @pytest.mark.parametrize("rows", ["record", "step"])

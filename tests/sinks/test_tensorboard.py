@@ -78,17 +78,6 @@ def test_every_kind_of_value_has_its_form(tmp_path):
     sink.close()
 
 
-def test_a_replay_does_not_go_on_in_the_files_of_the_run(tmp_path):
-    """Else every point would be there twice."""
-    for number, replay in enumerate((False, True)):
-        sink = TensorBoardSink()
-        sink.set_run_context(strategy="random", run_dir=tmp_path, replay=replay)
-        sink.emit({"a": number}, 0, "SNAPSHOT")
-        sink.close()
-    assert scalars(tmp_path / "tensorboard")["a"] == [(0, 0.0)]
-    assert scalars(tmp_path / "tensorboard_1")["a"] == [(0, 1.0)]
-
-
 def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp_path):
     """There the file is removed, and written again from the log: each point is there once, for every reader."""
 
@@ -111,19 +100,3 @@ def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp
     found = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]
-
-
-def test_its_folder_is_known_before_it_is_made(tmp_path):
-    """A run that is killed in between removes it when it is resumed."""
-    (tmp_path / "of others").touch()
-    sink = TensorBoardSink(tmp_path)
-    seen = []
-    sink.keep_files = lambda: seen.append([(path, path.exists()) for path in sink.files])
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.close()
-    assert seen == [[(tmp_path / "run", False)]]
-    again = TensorBoardSink(tmp_path)
-    again.emit({"a": 2}, 0, "SNAPSHOT")
-    again.close()
-    assert [scalars(tmp_path / name)["a"] for name in ("run", "run_1")] == [[(0, 1.0)], [(0, 2.0)]]
-    assert (tmp_path / "of others").exists()

@@ -43,40 +43,7 @@ def test_sparse_gradients_are_bounded_and_stay_sparse(limit: dict[str, float]) -
     assert grad.to_dense().abs().max() > 0
 
 
-@pytest.mark.parametrize("bound", [0, -1.0, float("nan"), "a"])
-def test_a_bound_that_is_none_is_refused(bound: object) -> None:
-    """Before anything is attached."""
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="above 0"):
-        hl.clip_gradients(model, value=bound)
-    hl.assert_no_hooks(model, foreign=True)
-
-
 # -- seen ----------------------------------------------------------------------------------------------------
-
-
-def test_a_weight_that_two_modules_share_is_hooked_once() -> None:
-    """Under its first name, though both modules are named, and both are seen to carry it."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    with hl.freeze(model, "#") as handle:
-        run_backward(model)
-        assert model[0].weight.grad is None
-        assert handle.names == ("0.weight",)
-        assert handle.report().fired == 1
-        assert hl.attached(model[1]) == [handle]
-    hl.assert_no_hooks(model, foreign=True)
-
-
-@pytest.mark.parametrize("switch", [hl.freeze, lambda *args: hl.clip_gradients(*args, norm=1.0)])
-def test_a_module_without_trainable_parameters_is_no_error(switch) -> None:
-    """Nothing to freeze or to bound is frozen and bounded."""
-    model = make_model()
-    model[0].requires_grad_(False)
-    for target in ("0", "1"):
-        with switch(model, target):
-            run_backward(model)
-    hl.assert_no_hooks(model, foreign=True)
 
 
 # -- all or nothing ------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,19 +49,6 @@ class Doubler(nn.Module):
 class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
-
-
-class During(nn.Module):
-    """Does something in the middle of its forward; hands its input on, or something new."""
-
-    def __init__(self, *, new: bool = False) -> None:
-        super().__init__()
-        self.new = new
-        self.act: Callable[[], object] = int
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.act()
-        return x * 2 if self.new else x
 
 
 class Seen:
@@ -143,38 +128,6 @@ def test_each_thread_sees_its_own_calls_alone(kind, style):
         assert seen[index].values == [factor * float(2 * step + index + 1) for step in range(STEPS)]
     assert fired == [STEPS, STEPS]
     hl.assert_no_hooks(model, foreign=True)
-
-
-@pytest.mark.product(
-    kind=CALLS,
-    other=CALLS,
-    new={"hands its input on": False, "makes a new tensor": True},
-    when=["attached", "removed", "attached and removed"],
-)
-def test_what_another_thread_attaches_during_a_call_changes_nothing_in_it(kind, other, new, when):
-    """A hook of another thread that comes or goes in the middle of a forward takes no firing away, and has none."""
-    for style, other_style in itertools.product(STYLES, STYLES):
-        model, mine, theirs = During(new=new), Seen(kind, style), Seen(other, other_style)
-        handles = act_in_the_middle(model, theirs, when)
-        with mine.attach(model) as handle:
-            run(model)
-            handles[0].remove(quiet=True)
-            assert (len(mine.values), len(theirs.values)) == (1, 0), (style, other_style)
-            assert handle.report().fired == 1
-
-
-def act_in_the_middle(model: During, theirs: Seen, when: str) -> list[hl.HookHandle]:
-    """Have another thread put a hook on while the model runs, or take one off, or both; where its handle will be."""
-    handles = [in_thread(lambda: theirs.attach(model))] if when == "removed" else []
-
-    def act() -> None:
-        if when != "removed":
-            handles.append(in_thread(lambda: theirs.attach(model)))
-        if when != "attached":
-            in_thread(lambda: handles[0].remove(quiet=True))
-
-    model.act = act
-    return handles
 
 
 # -- asyncio -------------------------------------------------------------------------------------------------
@@ -315,30 +268,6 @@ def test_edits_are_made_in_the_owners_calls_alone():
             assert x.grad[0].item() == expected
 
 
-def test_cleanup_is_done_for_the_owners_calls_alone():
-    """``always_call``: a call that fails in another thread is none of the hook's business."""
-    model, ends = During(), []
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        ends.append(output is None)
-
-    def fail() -> None:
-        raise KeyboardInterrupt
-
-    def call() -> None:
-        with contextlib.suppress(KeyboardInterrupt):
-            model(torch.ones(1))
-
-    with hl.attach(model, hook, always_call=True, scope="context") as handle:
-        call()
-        in_thread(call)
-        model.act = fail
-        call()
-        in_thread(call)
-        assert handle.report().fired == 2
-    assert ends == [False, True]
-
-
 @pytest.mark.parametrize("scope", ["thread", "task", "", None, True, 1])
 def test_a_scope_that_there_is_not_is_an_error(scope):
     """Both that there are are named."""
@@ -412,19 +341,6 @@ def test_an_edit_that_would_become_part_of_the_graph_is_refused(kind, hook):
     assert compiled(ones())[0].item() == 2.0
 
 
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_a_compiled_backward_in_another_thread_fires_for_the_owner_of_the_forward(kind):
-    """The owner is noted where the forward runs, inside the graph."""
-    torch._dynamo.reset()
-    model, seen = Doubler(), Seen(kind)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with seen.attach(model, "twice") as handle:
-        in_thread((compiled(ones()) * 3).sum().backward)
-        in_thread(lambda: compiled(ones()).sum()).backward()
-        assert handle.report().fired == 1
-    assert seen.values == [3.0]
-
-
 # -- nothing piles up ----------------------------------------------------------------------------------------
 
 
@@ -444,19 +360,3 @@ def test_scopes_are_forgotten_with_their_hooks():
     asyncio.run(many())
     assert live >= context._LIVE
     assert len(context._OPEN.get() - live) <= 1  # the last one goes when the next comes
-
-
-@pytest.mark.parametrize(
-    ("target", "hook", "options"),
-    [
-        ("typo", Seen().hook, {}),
-        ("same", lambda: None, {}),
-    ],
-    ids=["no match", "bad hook"],
-)
-def test_an_attach_that_fails_leaves_no_scope_open(target, hook, options):
-    """All or nothing."""
-    live = set(context._LIVE)
-    with pytest.raises(hl.HooklineError):
-        hl.attach(Doubler(), target, hook, scope="context", **options)
-    assert live >= context._LIVE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from torch import nn
 
 import hookline as hl
@@ -68,49 +67,6 @@ def test_the_table_names_other_peoples_hooks_by_their_home():
 
 
 # -- attached ------------------------------------------------------------------------------------------------
-
-
-def test_attached_lists_every_handle_once_oldest_first():
-    """One handle per attach, however many modules it is on."""
-    model = make_model()
-    first = hl.attach(model, "*", watcher, on="backward")
-    second = hl.attach(model[2], watcher, prepend=True)
-    assert hl.attached(model) == [first, second]
-    assert hl.attached(model[2]) == [first, second]
-    assert hl.attached(model[0]) == [first]
-    first.remove()
-    assert hl.attached(model) == [second]
-    second.remove()
-    assert hl.attached(model) == []
-
-
-def test_attached_works_on_a_model_that_contains_itself():
-    """A cycle ends."""
-    model = make_model()
-    model.add_module("me", model)
-    handle = hl.attach(model, "0", watcher)
-    assert hl.attached(model) == [handle]
-    handle.remove()
-
-
-def test_a_handle_found_by_attached_takes_a_process_wide_hook_off_for_good():
-    """Removing what attached() lists is removing the hook, for modules not seen yet too."""
-    model, other, fired = make_model(), make_model(), []
-    handle = hl.attach_everywhere(lambda *args: fired.append(1))
-    try:
-        model(torch.ones(1, 2))
-        (found,) = hl.attached(model)
-        found.remove()
-        fired.clear()
-        other(torch.ones(1, 2))
-        model(torch.ones(1, 2))
-        assert fired == []
-        hl.assert_no_hooks(other, foreign=True)
-        assert not nn.modules.module._has_any_global_hook()
-    finally:
-        handle.remove()
-        for left in (*hl.attached(model), *hl.attached(other)):
-            left.remove()
 
 
 # -- assert_no_hooks -----------------------------------------------------------------------------------------

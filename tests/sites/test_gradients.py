@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 
 import hookline as hl
@@ -73,33 +70,6 @@ def test_transforms_of_torch_func_run_beside_gradient_hooks(kind: str) -> None:
         hooked = grad(loss)(parameters, x), vmap(grad(loss), (None, 0))(parameters, x)
     for ours, theirs in zip(hooked, expected, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
-def test_forward_mode_runs_beside_gradient_hooks() -> None:
-    """A Jacobian-vector product is the same with gradient hooks on."""
-    model, x, tangent = Both(), torch.randn(2, 3), torch.randn(2, 3)
-
-    def product() -> torch.Tensor:
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))[1]).tangent
-
-    expected = product()
-    with hl.attach(model, "*", _watch, on="backward"):
-        assert torch.equal(product(), expected)
-
-
-def test_what_an_observer_returns_is_no_input_of_a_call_with_gradient_hooks() -> None:
-    """The slot of observers also gives the inputs their gradients."""
-    model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    expected = model(x)
-    seen: list[Any] = []
-    observer = hl.attach(model, lambda module, args: (args[0] * 0,), on="forward_pre", observe=True)
-    with observer, hl.attach(model, lambda module, given, out: seen.append(given), on="backward"):
-        output = model(x)
-        output.sum().backward()
-    assert torch.equal(output, expected)
-    assert len(seen) == 1
 
 
 class Adds(nn.Module):

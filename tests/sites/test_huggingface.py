@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from helpers_models import MODELS, batch_for, loss_of, make, twin_of
-from helpers_modules import HOOK_DICTS
 from torch import Tensor, nn
 
 import hookline as hl
@@ -130,45 +129,6 @@ def test_grad_inputs_of_leaf_modules_equal_an_isolated_recomputation(name: str, 
 # -- leaving no trace --------------------------------------------------------------------------------------
 
 
-@every_model
-@ignores_torch_complaints
-def test_removed_hooks_of_every_kind_leave_the_model_as_it_was_found(name: str) -> None:
-    """After a step with nine kinds on every module, hook dictionaries, attributes and outputs are as before."""
-    model = make(name)
-    before = everything_on(model), outputs_of(model, name)
-    handles = hl.HandleSet(
-        hl.attach(model, "*", counting_hook(kind, Counter()), on=kind) for kind in (*RUN_KINDS, *STATE_KINDS)
-    )
-    handles.add(hl.attach(model, "*", counting_hook("forward", Counter()), always_call=True))
-    step(model, name)
-    model.load_state_dict(model.state_dict())
-    assert everything_on(model) != before[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hl.errors.HookNeverFired)
-        handles.remove()
-    hl.assert_no_hooks(model)
-    assert hl.attached(model) == []
-    assert everything_on(model) == before[0]
-    after = outputs_of(model, name)
-    assert after.keys() == before[1].keys()
-    assert [path for path in after if not torch.equal(after[path], before[1][path])] == []
-
-
-def test_the_model_s_own_load_hook_is_left_where_it_was() -> None:
-    """Mamba's backbone brings a load_state_dict pre-hook of its own, which outlives ours and still runs."""
-    model = make("mamba")
-    backbone = model.get_submodule("backbone")
-    own = list(backbone._load_state_dict_pre_hooks.items())
-    assert len(own) == 1
-    with hl.attach(model, "*", counting_hook("load_state_dict_pre", Counter()), on="load_state_dict_pre"):
-        assert len(backbone._load_state_dict_pre_hooks) == 2
-        model.load_state_dict(model.state_dict())
-    assert list(backbone._load_state_dict_pre_hooks.items()) == own
-    # What that hook is for: it renames a key of older checkpoints.
-    old = {key.replace("embeddings.", "embedding."): value for key, value in model.state_dict().items()}
-    model.load_state_dict(old)
-
-
 @with_capture_hooks
 def test_a_late_ablation_shows_in_hidden_states_and_capture_hooks_survive(name: str) -> None:
     """transformers' permanent capture hooks see the edit of a hook attached after them, and are not touched."""
@@ -221,11 +181,6 @@ def hidden_states(model: nn.Module, name: str) -> tuple[Tensor, ...]:
     """What the model reports as its hidden states (T5: its encoder's)."""
     output = call_without_loss(model, name, output_hidden_states=True)
     return output["encoder_hidden_states" if name == "t5" else "hidden_states"]
-
-
-def outputs_of(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Every tensor of the model's output, by path."""
-    return dict(leaves(call_without_loss(model, name)))
 
 
 def zeroed(module: nn.Module, args: Any, output: Any) -> Any:
@@ -401,18 +356,6 @@ def check_grad_input(module: nn.Module, call: dict[str, Any]) -> int:
     for path, gradient in wanted.items():
         torch.testing.assert_close(call["grad_input"][path], gradient, rtol=1e-5, atol=1e-8)
     return len(wanted)
-
-
-def everything_on(model: nn.Module) -> dict[str, Any]:
-    """Every module's hooks in order, the names of its attributes, and the flag torch keeps for backward hooks."""
-    return {
-        name: (
-            {attribute: list(getattr(module, attribute).items()) for attribute in HOOK_DICTS},
-            sorted(vars(module)),
-            module._is_full_backward_hook,
-        )
-        for name, module in model.named_modules()
-    }
 
 
 def foreign_hooks(model: nn.Module) -> dict[tuple[str, int], Any]:

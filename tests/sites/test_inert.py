@@ -53,54 +53,26 @@ def _one(kind: str, target: str = "*", hook: Callable[..., Any] | None = None, *
     return lambda model: hl.HandleSet([hl.attach(model, target, hook or reading_hook(**options), on=kind, **options)])
 
 
-def _all(kinds: tuple[str, ...], **options: Any) -> Hooking:
-    return lambda model: hl.HandleSet(
-        [hl.attach(model, "*", reading_hook(**options), on=kind, **options) for kind in kinds]
-    )
-
-
-def _everywhere(model: nn.Module) -> hl.HandleSet:
-    return hl.HandleSet(
+def _all_kinds(model: nn.Module) -> hl.HandleSet:
+    """Hooks of every kind, on each module and everywhere, that watch, observe, and take keywords and sites."""
+    everywhere = [
         hl.attach_everywhere(reading_hook(observe=observe), on=kind, observe=observe)
         for kind in OBSERVABLE
         for observe in (True, False)
-    )
-
-
-def _everywhere_within(model: nn.Module) -> hl.HandleSet:
-    return hl.HandleSet(hl.attach_everywhere(reading_hook(), on=kind, within=model) for kind in ALL_KINDS)
-
-
-def _with_options(model: nn.Module) -> hl.HandleSet:
+    ]
     return hl.HandleSet(
         [
-            hl.attach(model, "*", reading_hook(), on="forward_pre", with_kwargs=True),
+            *(hl.attach(model, "*", reading_hook(observe=True), on=kind, observe=True) for kind in OBSERVABLE),
+            *(hl.attach(model, "*", reading_hook(), on=kind) for kind in ALL_KINDS),
+            *(hl.attach_everywhere(reading_hook(), on=kind, within=model) for kind in ALL_KINDS),
+            *everywhere,
+            hl.attach(model, "*", reading_hook(), on="forward_pre", with_kwargs=True, prepend=True),
             hl.attach(model, "*", reading_hook(), with_kwargs=True, always_call=True),
-            hl.attach(model, "*", reading_hook(), on="forward_pre", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="backward", prepend=True),
-            hl.attach(model, "*", reading_hook(wants_site=True), on="backward_pre"),
             hl.attach(model, "*", reading_hook(wants_site=True), on="param_grad", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="register_buffer", prepend=True),
         ]
     )
-
-
-def _all_together(model: nn.Module) -> hl.HandleSet:
-    parts = (_all(OBSERVABLE, observe=True), _all(ALL_KINDS), _everywhere, _with_options)
-    return hl.HandleSet(handle for part in parts for handle in part(model))
-
-
-HOOKINGS: dict[str, Hooking] = {
-    **{f"observe {kind}": _one(kind, observe=True) for kind in OBSERVABLE},
-    **{f"plain {kind}": _one(kind) for kind in ALL_KINDS},
-    "observe all kinds": _all(OBSERVABLE, observe=True),
-    "plain all kinds": _all(ALL_KINDS),
-    "everywhere": _everywhere,
-    "everywhere within": _everywhere_within,
-    "with options": _with_options,
-    "all together": _all_together,
-}
-THOROUGH = ("observe all kinds", "plain all kinds", "all together")
 
 
 RUNS: dict[str, tuple[Build, Step]] = {
@@ -114,29 +86,14 @@ RUNS: dict[str, tuple[Build, Step]] = {
 }
 
 
-@pytest.mark.parametrize("hooking", HOOKINGS)
-def test_training_with_hooks_on_every_module_ends_with_the_same_bits(hooking: str) -> None:
-    """Through dropout, BatchNorm, in-place ReLU, residuals and shared memory, in twenty steps."""
-    hooked = train(House, house_step, HOOKINGS[hooking])
-    assert differences(hooked, train_without_hooks(House, house_step)) == []
+@pytest.mark.parametrize("name", RUNS)
+def test_training_with_hooks_of_all_kinds_ends_with_the_same_bits(name: str) -> None:
+    """Dropout, BatchNorm, ReLU in place, residuals, shared memory, several backward passes, bfloat16, second gradients.
 
-
-@pytest.mark.product(name=["micro batches", "checkpointed", "autocast", "gradient penalty"], hooking=THOROUGH)
-def test_training_in_other_ways_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
-    """Several backward passes per step, repeated forwards, bfloat16 where every cast rounds, a double backward."""
-    hooked, plain = train(*RUNS[name], HOOKINGS[hooking]), train_without_hooks(*RUNS[name])
-    assert differences(hooked, plain) == []
-    assert differences(plain, train_without_hooks(*RUNS["house"])) != [] or name == "checkpointed"  # it was on
-
-
-@pytest.mark.product(
-    name=["bert", "t5"],
-    hooking=["observe backward", "plain backward", "plain param_grad", "everywhere", "all together"],
-)
-def test_training_a_hugging_face_model_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
-    """BERT (post-LN) and T5 (shared encoder output, position bias handed from layer to layer): the same bits."""
+    Hooks of one kind, and functions, tensors and optimizers, are drawn by the random programs of ``make torture``.
+    """
     plain = train_without_hooks(*RUNS[name])  # first: a first call may import, and imports draw random numbers
-    assert differences(train(*RUNS[name], HOOKINGS[hooking]), plain) == []
+    assert differences(train(*RUNS[name], _all_kinds), plain) == []
 
 
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -121,34 +119,6 @@ def test_a_state_hook_that_returns_no_dict_is_an_error_that_names_it(kind: str) 
 # -- the site ---------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_that_declares_site_gets_one() -> None:
-    """With name, optimizer, kind, and the step, counted from 0."""
-    optimizer = make(AdamW)
-    seen: list[OptimizerSite] = []
-
-    def hook(opt: Optimizer, *args: object, site: OptimizerSite) -> None:
-        seen.append(site)
-
-    for kind in KINDS:
-        attach_optimizer(optimizer, hook, on=kind)
-    optimizer.state_dict()
-    exercise(optimizer)
-    optimizer.step()
-    assert [(site.kind.value, site.step) for site in seen] == [
-        ("state_dict_pre", -1),
-        ("state_dict_post", -1),
-        ("step_pre", 0),
-        ("step_post", 0),
-        ("state_dict_pre", 0),
-        ("state_dict_post", 0),
-        ("load_state_dict_pre", 0),
-        ("load_state_dict_post", 0),
-        ("step_pre", 1),
-        ("step_post", 1),
-    ]
-    assert {(site.name, site.optimizer, site.found_inf) for site in seen} == {("AdamW", optimizer, None)}
-
-
 @pytest.mark.parametrize("kind", ["step_post", "state_dict_post"])
 def test_steps_are_counted_whatever_the_kind_of_hook(kind: str) -> None:
     """Also those that raise, and again from 0 when the hooks were gone."""
@@ -212,36 +182,6 @@ def test_a_step_that_calls_its_parents_step_is_one_step() -> None:
         optimizer.step()
     assert optimizer.log == ["step_pre", "begin", "end", "step_post"] * 2
     assert len(theirs) == 4
-
-
-@pytest.mark.parametrize("where", ["closure", "step_pre", "step_post"])
-def test_a_step_of_another_optimizer_inside_a_step_fires_its_own_hooks(where: str) -> None:
-    """Each optimizer counts for itself."""
-    outer, inner = make(), make()
-    log: list[str] = []
-    for name, optimizer in (("outer", outer), ("inner", inner)):
-        for kind in STEP_KINDS:
-            attach_optimizer(optimizer, lambda *args, text=f"{name} {kind}": log.append(text), on=kind)
-
-    def inner_step(*args: object) -> None:
-        inner.step()
-
-    if where == "closure":
-        outer.step(lambda: inner_step() or 0.0)
-    else:
-        attach_optimizer(outer, inner_step, on=where)
-        outer.step()
-    assert [text for text in log if text.startswith("inner")] == ["inner step_pre", "inner step_post"]
-    assert [text for text in log if text.startswith("outer")] == ["outer step_pre", "outer step_post"]
-
-
-def test_a_hook_that_steps_its_own_optimizer_does_not_fire_itself() -> None:
-    """The step is made, as a part of the one under way."""
-    optimizer = make()
-    handle = attach_optimizer(optimizer, lambda opt, args, kwargs: opt.step() and None)
-    optimizer.step()
-    assert handle.report().fired == 1
-    assert torch.allclose(weight_of(optimizer), torch.full((3,), 0.8))
 
 
 def test_a_compiled_step_fires_once_also_for_hooks_that_came_later() -> None:
@@ -315,72 +255,6 @@ def test_a_hook_on_every_optimizer_fires_for_all_there_are_and_will_be(kind: str
 
 
 # -- coming and going -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_somebody_elses_hook_may_take_ours_off(kind: str) -> None:
-    """Ahead of it in torch's dictionary, and in the middle of torch's walk."""
-    optimizer = make()
-    getattr(optimizer, f"register_{kind}_hook")(lambda *args: ours.remove())
-    fired: list[int] = []
-    ours = attach_optimizer(optimizer, lambda *args: fired.append(1), on=kind)
-    getattr(optimizer, f"register_{kind}_hook")(ignore)
-    exercise(optimizer)
-    assert fired == []
-    again = attach_optimizer(optimizer, lambda *args: fired.append(2), on=kind)
-    exercise(optimizer)
-    again.remove()
-    assert fired == [2]
-    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [2 * (other == kind) for other in KINDS]
-
-
-def test_somebody_elses_pre_hook_may_put_our_post_hook_on() -> None:
-    """Though steps are counted in the dictionary that torch is walking."""
-    optimizer = make()
-    steps: list[int] = []
-    handles: list[hl.HookHandle] = []
-
-    def hook(*args: object, site: OptimizerSite) -> None:
-        steps.append(site.step)
-
-    def once(*args: object) -> None:
-        if not handles:
-            handles.append(attach_optimizer(optimizer, hook))
-
-    optimizer.register_step_pre_hook(once)
-    optimizer.register_step_pre_hook(ignore)
-    for _ in range(3):
-        optimizer.step()
-    assert steps == [-1, 0, 1]
-    handles[0].remove()
-    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [2, 0, 0, 0, 0, 0]
-
-
-def test_another_thread_may_take_a_hook_off_in_the_middle_of_a_step() -> None:
-    """While it runs, with somebody else's behind it."""
-    optimizer = make()
-    entered, removed = threading.Event(), threading.Event()
-    theirs: list[int] = []
-
-    def wait(*args: object) -> None:
-        entered.set()
-        assert removed.wait(PATIENCE)
-
-    handle = attach_optimizer(optimizer, wait)
-    optimizer.register_step_post_hook(lambda *args: theirs.append(1))
-
-    def take_off() -> None:
-        assert entered.wait(PATIENCE)
-        handle.remove()
-        removed.set()
-
-    thread = threading.Thread(target=take_off)
-    thread.start()
-    optimizer.step()
-    thread.join()
-    optimizer.step()
-    assert handle.report().fired == 1
-    assert theirs == [1, 1]
 
 
 # -- lifetime and copies ----------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -127,14 +125,6 @@ def test_a_target_names_parameters_or_modules_that_stand_for_theirs(target, name
     assert names_of(make_model(), target) == names
 
 
-def test_modules_and_parameters_of_the_model_are_targets():
-    """By themselves, and in a list with names."""
-    model = make_model()
-    assert names_of(model, model[2][0]) == ["2.0.weight", "2.0.bias"]
-    assert names_of(model, model[2][1].bias) == ["2.1.bias"]
-    assert names_of(model, [model[2][1].bias, model[0], "*.0.bias"]) == ["0.weight", "0.bias", "2.0.bias", "2.1.bias"]
-
-
 @pytest.mark.parametrize(
     ("exclude", "names"),
     [
@@ -179,17 +169,6 @@ def test_what_matches_nothing_is_answered_with_the_nearest_names():
     assert_clean(model)
 
 
-def test_without_strict_no_match_warns_and_gives_a_handle_on_nothing():
-    """It reports nothing and comes off."""
-    model = make_model()
-    with pytest.warns(hl.HooklineWarning, match="No parameter or module matches"):
-        handle = hl.attach(model, "nothing", ignore, on="param_grad", strict=False)
-    run_backward(model)
-    assert (handle.report().matched, handle.report().fired) == (0, 0)
-    handle.remove()
-    assert_clean(model)
-
-
 @pytest.mark.parametrize("options", [{}, {"strict": False}])
 @pytest.mark.parametrize("target", ["2", "2.1.bias", ["0", "2.1.bias"], "2*"])
 def test_a_target_that_means_only_parameters_without_gradient_is_an_error(target, options):
@@ -199,19 +178,6 @@ def test_a_target_that_means_only_parameters_without_gradient_is_an_error(target
     with pytest.raises(hl.errors.UnhookableError, match=r"'2\..*requires_grad is False; set requires_grad_\(\) first"):
         names_of(model, target, **options)
     assert_clean(model)
-
-
-def test_a_lazy_layer_is_refused_before_anything_is_attached():
-    """torch can hook no parameter that has no shape yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls lazy modules experimental
-        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with pytest.raises(hl.errors.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
-        names_of(model, "*")
-    hl.assert_no_hooks(model)
-    assert_clean(model[0])
-    model(torch.ones(1, 2))
-    assert names_of(model, "*") == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 # -- site and receipt ----------------------------------------------------------------------------------------
@@ -250,45 +216,6 @@ def test_the_step_is_known_in_a_thread_that_ran_no_forward():
 # -- lifetime ------------------------------------------------------------------------------------------------
 
 
-def test_a_hook_lives_on_a_part_that_outlives_its_model():
-    """Like every hook on a module: the layer is kept, the model is gone, the hook still fires."""
-    model, seen = make_model(), []
-    hl.attach(model, "*", seen.append, on="param_grad")
-    layer = model[2][0]
-    del model
-    gc.collect()
-    layer(torch.ones(1, 2)).sum().backward()
-    assert {id(parameter) for parameter in seen} == {id(layer.weight), id(layer.bias)}
-    (handle,) = hl.attached(layer)
-    handle.remove()
-    assert_clean(layer)
-
-
-def test_a_tied_weight_keeps_its_hook_when_one_of_its_modules_goes():
-    """As long as one module of the model has it."""
-    model = Tied()
-    hl.attach(model, "encoder.weight", ignore, on="param_grad")
-    model.encoder = nn.Identity()
-    gc.collect()
-    run_backward(model)
-    (handle,) = hl.attached(model)
-    assert handle.report().fired == 1
-    handle.remove()
-    assert_clean(model)
-
-
-def test_a_bare_parameter_that_outlives_its_modules_is_left_alone():
-    """The hook went with the model, and what torch still calls takes itself off."""
-    model, seen = Twice(), []
-    handle = hl.attach(model, seen.append, on="param_grad")
-    weight = model.weight
-    del model, handle
-    gc.collect()
-    (weight * 2).backward()
-    assert seen == []
-    assert weight._post_accumulate_grad_hooks == {}
-
-
 def test_a_hooked_parameter_can_be_swapped():
     """torch.utils.swap_tensors, which model.to() may use, takes no tensor that has weak references."""
     model = make_model()
@@ -296,22 +223,3 @@ def test_a_hooked_parameter_can_be_swapped():
         torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(2, 2)))
     assert torch.count_nonzero(model[0].weight) == 0
     assert_clean(model)
-
-
-def test_a_hook_follows_to_a_parameter_that_has_the_id_of_the_one_before():
-    """An id is used again once its tensor is gone; somebody may hold the dictionary of the old one's hooks."""
-    module = nn.Linear(2, 2)
-    seen: list[Tensor] = []
-    with hl.attach(module, "weight", seen.append, on="param_grad"):
-        for _ in range(200):  # as a rule the first new one is where the old one was
-            kept, taken = module.weight._post_accumulate_grad_hooks, id(module.weight)
-            data = torch.ones(2, 2)
-            seen.clear()
-            del module.weight
-            module.weight = nn.Parameter(data)
-            module(torch.ones(1, 2)).sum().backward()
-            assert len(seen) == 1
-            assert not kept
-            if id(module.weight) == taken:
-                break
-    assert id(module.weight) == taken

@@ -42,14 +42,6 @@ def test_a_hook_before_its_target(target: Any, written: str, given: Callable[...
     hl.assert_no_hooks(model)
 
 
-def test_a_predicate_is_still_a_target() -> None:
-    """A function as the target and a function as the hook are in order."""
-    model = make_model()
-    with hl.attach(model, lambda name, module: name == "1", hook) as handle:
-        assert handle.names == ("1",)
-        handle.remove(quiet=True)
-
-
 MODEL_FIRST = "The arguments are swapped: the model comes first."
 
 

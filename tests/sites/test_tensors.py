@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -72,27 +70,7 @@ def test_a_node_hook_returns_as_many_gradients_as_it_was_shown(kind: str, result
         y.sum().backward()
 
 
-def test_a_gradient_that_did_not_come_cannot_be_given() -> None:
-    """Here that of a constant."""
-    z = leaf() * torch.ones(3)
-    hl.attach_node(z, lambda grad_inputs, grad_outputs: (grad_inputs[0], torch.ones(3)), on="post")
-    with pytest.raises(hl.errors.HookReturnError, match=r"entry 1 .*None"):
-        z.sum().backward()
-
-
 # -- where it sits -----------------------------------------------------------------------------------------------
-
-
-def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
-    """One that is attached after the edit sees the gradient of the value after it."""
-    y = leaf() * 1
-    before, after = [], []
-    hl.attach_tensor(y, before.append)
-    y.mul_(3)
-    hl.attach_tensor(y, after.append)
-    y.sum().backward()
-    assert before[0].tolist() == [3.0] * 3
-    assert after[0].tolist() == [1.0] * 3
 
 
 def test_a_node_may_be_given_as_an_edge_or_a_tensor() -> None:
@@ -199,33 +177,6 @@ def test_a_saved_output_comes_without_history_and_with_the_same_memory() -> None
     assert torch.allclose(x.grad, y.detach().cos() * y.detach())
 
 
-def test_the_recipe_of_the_docstring_takes_tensors_of_every_sort() -> None:
-    """An embedding keeps its indices, dropout its mask; numbers lose bits, and nothing else happens."""
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
-
-    def pack(tensor: Tensor) -> Any:
-        return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
-
-    assert "tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor" in str(hl.saved_tensors.__doc__)
-    with hl.saved_tensors(pack, lambda packed: packed[1].to(packed[0])) as handle:
-        loss = model(torch.tensor([[1, 4]])).square().mean()
-    loss.backward()
-    assert handle.packed == handle.unpacked > 3
-    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
-
-
-def test_an_unpack_function_has_to_return_a_tensor() -> None:
-    """The error names it and its scope."""
-
-    def bad(packed: Any) -> Any:
-        return [packed]
-
-    with hl.saved_tensors(lambda tensor: tensor, bad, name="mine"):
-        y = leaf().sin()
-    with pytest.raises(hl.errors.HookReturnError, match=r"bad' of saved_tensors 'mine'.*got a list"):
-        y.sum().backward()
-
-
 def test_nested_scopes_use_the_innermost() -> None:
     """And each tensor is unpacked by the scope that packed it."""
     log: list[str] = []
@@ -237,62 +188,6 @@ def test_nested_scopes_use_the_innermost() -> None:
         c = b.sin()
     c.sum().backward()
     assert log == ["pack outer", "pack inner", "pack outer", "unpack outer", "unpack inner", "unpack outer"]
-
-
-def test_a_scope_can_be_entered_again_and_inside_itself_but_left_only_where_it_was_entered() -> None:
-    """It packs while it is open, and counts on."""
-    handle, other = scope(Logs()), scope(Logs("other"))
-    for _ in range(2):
-        with handle:
-            leaf().sin()
-            with handle:
-                leaf().sin()
-            leaf().sin()
-            assert handle.report().attached == 1
-        leaf().sin()
-        assert handle.report().attached == 0
-    assert handle.packed == 6
-    with other:
-        with pytest.raises(hl.HooklineError, match="was not entered"):
-            handle.__exit__(None, None, None)
-        leaf().sin()
-    assert other.packed == 1
-
-
-def test_removing_inside_the_block_stops_packing_at_once() -> None:
-    """What was packed is still unpacked, what comes after is kept as it is; it is not entered again."""
-    x, logs = leaf(), Logs("mine")
-    with scope(logs) as handle:
-        y = x.sin()
-        handle.remove()
-        handle.remove()
-        z = y.exp()
-        assert handle.report().attached == 0
-    z.sum().backward()
-    assert logs.log == ["pack mine", "unpack mine"]
-    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
-    with pytest.raises(hl.errors.ScopeError, match="'mine' was removed; make a new one"):
-        handle.__enter__()
-
-
-def test_removal_reaches_all_threads() -> None:
-    """At once."""
-    handle = scope(Logs())
-    entered, removed = threading.Event(), threading.Event()
-
-    def inside() -> None:
-        with handle:
-            entered.set()
-            removed.wait(PATIENCE)
-            leaf().sin()
-
-    other = threading.Thread(target=inside)
-    other.start()
-    entered.wait(PATIENCE)
-    handle.remove()
-    removed.set()
-    other.join()
-    assert handle.packed == 0
 
 
 # -- freed -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -115,66 +114,3 @@ def test_gradients_of_threads_are_not_mixed():
     with hl.attach(model, "*", hook, on="backward"):
         in_threads(work)
     assert mixed == []
-
-
-def test_cleanup_hooks_of_threads_are_not_mixed():
-    """A call that fails in one thread cleans up after itself alone."""
-
-    class Sometimes(nn.Module):
-        def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-            if index % 2:
-                raise ValueError(index)
-            return x
-
-    model = Sometimes()
-    seen: list[tuple[int, bool]] = []
-
-    def cleanup(module: nn.Module, args: tuple[torch.Tensor, int], output: object) -> None:
-        seen.append((args[1], output is None))
-
-    def work(index: int) -> None:
-        for _ in range(STEPS):
-            with contextlib.suppress(ValueError):
-                model(torch.ones(1), index)
-
-    with hl.attach(model, cleanup, always_call=True):
-        in_threads(work)
-    assert collections.Counter(seen) == {(index, bool(index % 2)): STEPS for index in range(THREADS)}
-
-
-# Not forward_pre: torch makes its list of pre-hooks before it calls ours, so a thread that is between the two when
-# another one meets the module first goes through that one call with the old list.
-@pytest.mark.parametrize("kind", ["forward", "backward_pre"])
-def test_the_first_call_under_a_process_wide_hook_may_come_from_many_threads_at_once(kind):
-    """Each module is hooked once, and each firing counted once, however many threads are first."""
-    for _ in range(5):
-        model = make_model()
-
-        def hook(*args: object) -> None:
-            """Does nothing."""
-
-        def work(index: int, model: nn.Module = model) -> None:
-            x = torch.ones(1, 2, requires_grad=True)
-            torch.autograd.grad(model(x).sum(), x)
-
-        with hl.attach_everywhere(hook, on=kind) as handle:
-            in_threads(work)
-            assert handle.report().matched == 3
-            assert handle.report().fired == 4 * THREADS
-        hl.assert_no_hooks(model, foreign=True)
-
-
-def test_hooks_may_be_attached_and_removed_in_many_threads_at_once():
-    """Tables stay whole: nothing raises, nothing is left."""
-    model = make_model()
-
-    def hook(*args: object) -> None:
-        """Does nothing."""
-
-    def work(index: int) -> None:
-        for step in range(STEPS):
-            kind = list(hl.Kind)[(index + step) % 9]
-            hl.attach(model, "*", hook, on=kind).remove()
-
-    in_threads(work)
-    hl.assert_no_hooks(model, foreign=True)

@@ -30,27 +30,6 @@ def test_the_sequence_number_is_that_of_the_next_node():
     assert _torch.sequence_number() == before + 2
 
 
-def test_the_accumulator_of_a_leaf_has_a_huge_number():
-    """Leaves accumulate as soon as they can, so their number is beyond any that is counted."""
-    x = torch.ones(1, requires_grad=True)
-    ((accumulator, _),) = node_of(x * 2).next_functions[:1]
-    assert type(accumulator) is _torch._AccumulateGrad
-    assert accumulator._sequence_nr() >= _torch._LEAF_SEQUENCE
-    assert _torch._LEAF_SEQUENCE > 2**61
-
-
-def test_ready_nodes_run_in_falling_order_of_their_numbers():
-    """Of several branches that are ready, the youngest node runs first."""
-    x = torch.ones(1, requires_grad=True)
-    branches = [x * (i + 2) for i in range(5)]
-    total = torch.stack(branches).sum()
-    ran = []
-    for index, branch in enumerate(branches):
-        node_of(branch).register_hook(lambda gi, go, index=index: ran.append(index))
-    total.backward()
-    assert ran == [4, 3, 2, 1, 0]
-
-
 def test_parameters_have_their_gradients_before_an_older_node_runs():
     """When the producer of a module's input has its turn, the module's parameters are accumulated."""
     layer = nn.Linear(2, 2)
@@ -59,25 +38,6 @@ def test_parameters_have_their_gradients_before_an_older_node_runs():
     x.register_hook(lambda grad: seen.append(layer.weight.grad is not None and layer.bias.grad is not None))
     layer(x).sum().backward()
     assert seen == [True]
-
-
-def test_a_tensor_hook_sees_the_complete_gradient():
-    """It fires once, when every user of the tensor has sent its share."""
-    x = torch.ones(1, requires_grad=True) * 1
-    seen = []
-    x.register_hook(lambda grad: seen.append(grad.item()))
-    (x * 2 + x * 3 + x).sum().backward()
-    assert seen == [6]
-
-
-def test_tensor_hooks_run_in_the_order_they_came():
-    """The reason for one tap per tensor."""
-    x = torch.ones(1, requires_grad=True) * 1
-    log = []
-    x.register_hook(lambda grad: log.append("first"))
-    x.register_hook(lambda grad: log.append("second"))
-    x.sum().backward()
-    assert log == ["first", "second"]
 
 
 class Double(torch.autograd.Function):
@@ -116,41 +76,6 @@ def test_the_hooks_of_a_tensor_live_with_its_node_under_any_key(make):
     assert gone() is None
 
 
-def test_a_tensor_that_was_changed_in_place_begins_with_no_hook():
-    """The hook of a kind that is put on afterwards is another one, and both run."""
-
-    class Seen(list):
-        def __call__(self, grad):
-            self.append(grad)
-
-    y = torch.ones(1, requires_grad=True) * 2
-    before = _torch.only_hook(y, node_of(y), Seen)
-    y.mul_(5)
-    after = _torch.only_hook(y, node_of(y), Seen)
-    assert after is not before
-    y.sum().backward()
-    assert [seen[0].item() for seen in (before, after)] == [5.0, 1.0]
-
-
-@pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply])
-def test_a_node_is_found_again_as_an_equal_key(make):
-    """The same node reached twice is the same dictionary key."""
-    y = make(torch.ones(1, requires_grad=True))
-    assert {node_of(y): 1}[node_of(y * 3).next_functions[0][0]] == 1
-
-
-@pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply])
-def test_a_node_hook_gets_what_the_node_sends_and_got(make):
-    """``grad_inputs`` line up with ``next_functions``."""
-    x = torch.ones(1, requires_grad=True)
-    y = make(x)
-    seen = []
-    node_of(y).register_hook(lambda gi, go: seen.append((gi[0].item(), go[0].item())))
-    (y * 5).sum().backward()
-    assert len(node_of(y).next_functions) >= 1
-    assert seen == [(10, 5)]
-
-
 def test_boundary_finds_the_nodes_that_lead_to_an_input():
     """Only nodes of the call are walked, and each hit comes with its slot and number."""
     x = torch.ones(2, requires_grad=True) * 1
@@ -168,52 +93,6 @@ def test_boundary_finds_the_nodes_that_lead_to_an_input():
 
 
 # -- the engine -----------------------------------------------------------------------------------------------
-
-
-def test_the_task_id_is_minus_one_outside_and_another_in_each_backward():
-    """It tells whether, and which, backward pass is running in this thread."""
-    assert _torch.graph_task_id() == -1
-    ids = []
-    for _ in range(2):
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda grad: ids.append(_torch.graph_task_id()))
-        (x * 2).backward()
-    assert -1 not in ids
-    assert ids[0] != ids[1]
-    assert _torch.graph_task_id() == -1
-
-
-def test_a_backward_inside_a_backward_has_its_own_task_id():
-    """Reentrant passes are told apart, and the outer one comes back."""
-    ids = []
-
-    def inner(grad: torch.Tensor) -> None:
-        ids.append(_torch.graph_task_id())
-        y = torch.ones(1, requires_grad=True)
-        y.register_hook(lambda grad: ids.append(_torch.graph_task_id()))
-        with torch.enable_grad():
-            (y * 2).backward()
-        ids.append(_torch.graph_task_id())
-
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(inner)
-    (x * 2).backward()
-    assert ids[0] == ids[2] != ids[1]
-
-
-def test_a_queued_callback_runs_when_everything_is_accumulated():
-    """It comes after the last accumulation, before backward() returns."""
-    x = torch.ones(1, requires_grad=True)
-    y = torch.ones(1, requires_grad=True)
-    log = []
-
-    def queue(grad: torch.Tensor) -> None:
-        _torch.queue_end_of_backward(lambda: log.append((x.grad is not None, y.grad is not None)))
-
-    z = x * 2 + y
-    z.register_hook(queue)
-    (z * y).backward()
-    assert log == [(True, True)]
 
 
 def test_a_queued_callback_is_dropped_by_a_backward_that_raises():
@@ -243,12 +122,6 @@ def test_a_queued_callback_is_dropped_by_a_backward_that_raises():
     assert reference() is None
 
 
-def test_queueing_outside_of_a_backward_is_an_error():
-    """Callbacks belong to a running pass."""
-    with pytest.raises(RuntimeError):
-        _torch.queue_end_of_backward(lambda: None)
-
-
 # -- graph nodes and what they save ---------------------------------------------------------------------------
 
 
@@ -274,12 +147,3 @@ def test_torch_hands_a_saved_output_over_with_the_node_that_keeps_it():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or 0, lambda value: value):
         y = torch.ones(3, requires_grad=True).exp()
     assert seen[0] is y
-
-
-def test_a_leafs_accumulating_node_is_made_anew_when_nobody_holds_it():
-    """Without its hooks, which is why we hold it."""
-    x = torch.ones(2, requires_grad=True)
-    fired = []
-    torch.autograd.graph.get_gradient_edge(x).node.register_hook(lambda *grads: fired.append(1))
-    x.sum().backward()
-    assert fired == []

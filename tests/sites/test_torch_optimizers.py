@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import pathlib
-import sys
-import threading
 from collections import OrderedDict
 
 import pytest
 import torch
-from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline
@@ -94,44 +90,6 @@ def test_an_optimizers_hooks_are_walked_live_and_the_walk_is_seen(kind):
         run()
 
 
-def test_a_walk_in_another_thread_is_seen():
-    """All threads' stacks are looked at."""
-    optimizer = make_optimizer()
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait(*args: object) -> None:
-        entered.set()
-        assert leave.wait(PATIENCE)
-
-    optimizer.register_step_post_hook(wait)
-    optimizer.register_step_post_hook(lambda *args: None)
-    thread = threading.Thread(target=optimizer.step)
-    thread.start()
-    assert entered.wait(PATIENCE)
-    walked = _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
-    leave.set()
-    thread.join()
-    assert walked
-    assert not _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
-
-
-def test_what_is_untraced_runs_as_it_is_in_a_compiled_function():
-    """Methods too; the compiler would not know what to do with a stack."""
-
-    class Looks:
-        @_torch.untraced
-        def __call__(self) -> str:
-            return sys._getframe(0).f_code.co_name
-
-    looks = Looks()
-    assert looks() == "__call__"
-    compiled = torch.compile(lambda x: (x + 1, looks()), backend="eager")
-    try:
-        assert compiled(torch.ones(1))[1] == "__call__"
-    finally:
-        torch._dynamo.reset()
-
-
 # -- the one file ---------------------------------------------------------------------------------------------
 
 
@@ -150,31 +108,3 @@ def test_private_names_of_torch_are_imported_in_one_file_only():
                 private = node.attr.startswith("_") and node.attr != "__version__"
                 offenders += [f"{path.name}: torch.{node.attr}"] if private else []
     assert offenders == []
-
-
-def test_tensors_without_numbers_of_their_own_are_told_apart():
-    """Those that stand for others in a transform, and fake ones; parameters and other subclasses have numbers."""
-    found = []
-
-    def note(x):
-        found.append(_torch.has_numbers(x))
-        return x.sum()
-
-    torch.vmap(note)(torch.ones(2, 2))
-    torch.func.grad(note)(torch.ones(2))
-    with torch._subclasses.FakeTensorMode():
-        note(torch.ones(2))
-    own = torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))
-    for ordinary in (torch.ones(2), nn.Parameter(torch.ones(2)), own):
-        note(ordinary)
-    assert found == [False, False, False, True, True, True]
-
-
-def test_every_name_of_the_file_is_used_and_documented():
-    """The file holds what is needed and says why."""
-    source = inspect.getsource(_torch)
-    assert _torch.__doc__ is not None
-    assert "tests/sites/test_torch_" in source
-    for name in _torch.__all__:
-        value = getattr(_torch, name)
-        assert not inspect.isfunction(value) or value.__doc__, name

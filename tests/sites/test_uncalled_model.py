@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -86,28 +85,6 @@ def test_a_model_that_is_called_now_and_then_has_one_count() -> None:
     assert [moment[1:] for moment in seen.moments] == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_gradient_hooks_know_the_step_too() -> None:
-    """That of their forward."""
-    model, steps = Module(), []
-    with hl.attach(model, "head", lambda module, gi, go, *, site: steps.append(site.step), on="backward"):
-        for _ in range(2):
-            model.head(torch.randn(3, 4)).sum().backward()
-    assert steps == [0, 1]
-
-
-def test_two_threads_on_parts_of_one_model_count_apart() -> None:
-    """Each call is a step of its own, and none is -1."""
-    model, seen = Module(), Seen()
-    with hl.attach(model, "head", seen):
-        model.head(torch.randn(3, 4))
-        threads = [threading.Thread(target=lambda: [model.head(torch.randn(3, 4)) for _ in range(5)]) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(step for _, step, _ in seen.moments) == list(range(11))
-
-
 def test_site_tells_the_mode_that_the_forward_began_in() -> None:
     """Of the model, whatever the module's own mode and the gradients around it."""
 
@@ -132,21 +109,3 @@ def test_site_tells_the_mode_that_the_forward_began_in() -> None:
             model(torch.randn(3, 4))
         model.eval()(torch.randn(3, 4))
     assert told == [(True, True), (True, False), (False, True)]
-
-
-def test_steps_go_on_after_a_rollback_in_which_they_began():
-    """It takes the step counter off, which came on inside of it; the next call puts another one on."""
-
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = nn.Linear(2, 2)
-
-    model, steps = Encoder(), []
-    with hl.attach(model, "part", lambda module, args, output, *, site: steps.append(site.step)):
-        with hl.rollback(model):
-            model.part(torch.ones(1, 2))
-        for _ in range(3):
-            model.part(torch.ones(1, 2))
-    assert steps == [0, 1, 2, 3]
-    hl.assert_no_hooks(model)

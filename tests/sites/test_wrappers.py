@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from helpers_models import batch_for, make
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import hookline as hl
-from hookline.sites.targets import select
 from hookline.sites.wrappers import unwrap
 
 # torch's own, while it compiles a block whose input is not a leaf.
@@ -194,14 +192,6 @@ def test_raw_names_with_some_or_all_of_the_prefixes_are_taken_too(wrap, target, 
     assert names(WRAPS[wrap](new()), target) == found
 
 
-def test_a_glob_that_does_not_mention_the_prefix_is_not_held_against_raw_names():
-    """In a DDP model every raw name begins with ``module``; ``m*`` means none of them."""
-    model = parallel(new())
-    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'm\*' in this Net of 8 modules"):
-        select(model, "m*")
-    assert names(model, "*.m*") == [name for name in ALL if name.endswith(("mlp", "module"))]
-
-
 def test_an_attribute_called_like_a_prefix_is_no_wrapper():
     """The type of the parent decides, not the name."""
 
@@ -214,21 +204,6 @@ def test_an_attribute_called_like_a_prefix_is_no_wrapper():
 
     assert names(DataParallel()) == ["", "module", "_orig_mod", "base_model", "base_model.0"]
     assert unwrap(DataParallel()).__class__ is DataParallel
-
-
-def test_the_wrapper_itself_is_meant_by_its_type_or_as_an_object():
-    """Under the name of what it wraps."""
-    model = compiled(parallel(new(), MyParallel))
-    assert [site.type for site in hl.find(model, nn.DataParallel)] == ["MyParallel"]
-    assert [site.type for site in hl.find(model, (nn.ReLU, MyParallel))] == ["MyParallel"]
-    assert [(site.name, site.type) for site in hl.find(model, model)] == [("", "OptimizedModule")]
-    fired: list[str] = []
-    wrapper = model._orig_mod
-    with hl.attach(wrapper, wrapper, lambda module, *args: fired.append(type(module).__name__)):
-        wrapper(X)
-    assert fired == ["MyParallel"]
-    with pytest.raises(hl.errors.NoMatchError, match="No module of this Net is a DistributedDataParallel"):
-        select(model, nn.parallel.DistributedDataParallel)
 
 
 # -- within, everywhere --------------------------------------------------------------------------------------
@@ -303,51 +278,6 @@ def test_a_hook_follows_a_parameter_that_was_replaced(replace):
     hl.assert_no_hooks(model, foreign=True)
     model(X)[0, 0].backward()
     assert len(seen) == 3
-
-
-def test_a_functional_call_lends_parameters_and_hooks_stay_where_they_are():
-    """Two forwards, one of them with the weights of another model, and one backward."""
-    model, other, seen = new(), new(), []
-    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
-        loss = model(X)[0, 0]
-        loss = loss + torch.func.functional_call(model, dict(other.named_parameters()), X)[0, 0]
-        loss.backward()
-        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, X)[0, 0])(
-            dict(model.named_parameters())
-        )
-    assert [parameter is model.head.weight for parameter in seen] == [True]
-    assert not other.head.weight._post_accumulate_grad_hooks
-
-
-def test_a_parametrized_weight_keeps_its_hook():
-    """torch moves the same parameter elsewhere, and back."""
-
-    class Double(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    model, seen = new(), []
-    weight = model.head.weight
-    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
-        parametrize.register_parametrization(model.head, "weight", Double())
-        model(X)[0, 0].backward()
-        parametrize.remove_parametrizations(model.head, "weight")
-        model(X)[0, 0].backward()
-    assert [parameter is weight for parameter in seen] == [True, True]
-
-
-def test_a_tied_weight_follows_the_name_it_was_hooked_under():
-    """Replaced at that name, the hook goes along; replaced at the other, it stays."""
-    model, seen = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), []
-    model["b"].weight = model["a"].weight
-    model.forward = lambda x: model["b"](model["a"](x))
-    with hl.attach(model, "*.weight", lambda p: seen.append(p is model["a"].weight), on="param_grad") as handle:
-        model["b"].weight = nn.Parameter(torch.ones(4, 4))
-        model(X).sum().backward()
-        model["a"].weight = nn.Parameter(torch.ones(4, 4))
-        model(X).sum().backward()
-        assert handle.names == ("a.weight",)
-    assert seen == [True, True]
 
 
 # -- TorchScript ---------------------------------------------------------------------------------------------
@@ -443,32 +373,3 @@ def test_peft_training_and_generation_both_fire(lora):
     assert sorted(seen) == [
         f"transformer.h.{i}.attn.c_attn.lora_{part}.default.weight" for i in range(3) for part in "AB"
     ]
-
-
-def test_peft_parts_beside_the_model_keep_their_names(peft):
-    """A prompt encoder is PEFT's own; the model is called as a model."""
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(make("gpt2"), config)
-    assert names(model)[-3:] == ["prompt_encoder", "prompt_encoder.default", "prompt_encoder.default.embedding"]
-    with hl.attach(model, ["", "transformer.h.0", "prompt_encoder.default"], lambda *args: None) as handle:
-        model(**batch_for("gpt2"))
-        assert [site.fired for site in handle.report().sites] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(("task", "called"), [("CAUSAL_LM", "AdaLoraModel"), (None, "GPT2LMHeadModel")])
-def test_a_tuner_that_calls_forward_itself_stands_for_the_model(peft, task, called):
-    """AdaLoRA goes past the model's call, so hooks on the model, and its steps, are seen at the tuner.
-
-    Without a task, PEFT goes past the tuner.
-    """
-    config = peft.AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, total_step=10, task_type=task)
-    model = peft.get_peft_model(make("gpt2"), config)
-    seen: list[str] = []
-    with (
-        hl.attach(model, lambda module, *args: seen.append(type(module).__name__)) as whole,
-        hl.attach(model, "transformer.h.0", lambda *args: None) as layer,
-    ):
-        model(**batch_for("gpt2"))
-        model(**batch_for("gpt2"))
-        assert (whole.names, seen) == (("",), [called] * 2)
-        assert (layer.report().fired, layer.report().last_step) == (2, 1)

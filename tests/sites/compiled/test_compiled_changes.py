@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_compiled import Blocks, breaks, compiled, graphs, step
+from helpers_compiled import Blocks, breaks, compiled, graphs
 from torch import Tensor, nn
 
 import hookline as hl
@@ -96,35 +96,6 @@ class Takes(nn.Module):
         return (result.value + result.extra) * scale * times
 
 
-@pytest.mark.parametrize("edits", [False, True])
-def test_gradients_of_a_dataclass_are_those_of_an_eager_run(edits: bool) -> None:
-    """Watched and edited."""
-    model, x = Takes(), torch.randn(3, 4)
-    found = []
-
-    def watch(module, grad_input, grad_output):
-        found.append(grad_output)
-
-    def halve(module, grad_output):
-        return tuple(None if grad is None else grad / 2 for grad in grad_output)
-
-    grads = []
-    for run in (model, compiled(model)):
-        run(x)
-        with (
-            hl.attach(model, "gives", watch, on="backward", observe=True),
-            hl.attach(model, "gives", halve if edits else lambda module, grads: None, on="backward_pre"),
-        ):
-            step(run, x)
-        grads.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad()
-    assert len(found) == 2
-    for mine, theirs in zip(*found, strict=True):
-        assert torch.allclose(mine, theirs)
-    for mine, theirs in zip(*grads, strict=True):
-        assert torch.allclose(mine, theirs)
-
-
 def test_numbers_that_change_need_no_graph_each() -> None:
     """Neither whole ones nor others; the hook has the number of its call."""
     model, x, seen = Takes(), torch.randn(3, 4), []
@@ -171,36 +142,3 @@ def test_an_edited_gradient_is_not_silently_cut_off_from_its_second_derivative()
         torch.autograd.grad(run(x).pow(2).sum(), x)
         with pytest.raises(hl.errors.UnhookableError, match="second derivatives"):
             torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
-
-
-@pytest.fixture
-def mesh(tmp_path: Any) -> Any:
-    """One process, with itself for company."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_of_a_distributed_tensor_compiled_code_shows_the_local_part(mesh: Any) -> None:
-    """Eager code shows the tensor itself; operators of ours have no rule for it."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    seen: list[Tensor] = []
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x * 2) + 1
-
-    model, x = Twice(), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    with hl.attach(model, "inner", lambda module, args, output: seen.append(output), observe=True):
-        compiled(model)(x)
-    assert [type(tensor) for tensor in seen] == [Tensor]
-    assert torch.equal(seen[0], torch.full((4, 4), 2.0))
-    assert isinstance(model(x), DTensor)

@@ -123,13 +123,6 @@ def test_an_in_place_change_that_would_be_lost_is_an_error(mode: Any) -> None:
         assert torch.equal(run(x), model(x))
 
 
-def _append_shape(module, args, output):
-    SHAPES.append(tuple(output.shape))
-
-
-SHAPES: list[tuple[int, ...]] = []
-
-
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
     """Raw observer, edit, plain hook, edit, observer: each sees what it sees in eager code."""
@@ -172,44 +165,6 @@ def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
 # -- options -----------------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """Takes what is not a tensor, by place and by name."""
-
-    def forward(self, x: Tensor, times: int, *, by: float = 0.5, how: str = "up", also: Any = None) -> Tensor:
-        return x * times * by
-
-
-class Scaling(nn.Module):
-    """Calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scaled = Scaled()
-
-    def forward(self, x: Tensor, times: int, by: float, also: Any = None) -> Tensor:
-        return self.scaled(x, times, by=by, how="down", also=also)
-
-
-def test_keyword_arguments_and_numbers_come_as_they_are() -> None:
-    """Ints and floats that change from call to call, strings, None and a nested list with a tensor in it."""
-    model, x, seen = Scaling(), torch.ones(2), []
-
-    def note(module, args, kwargs, output):
-        seen.append((args[1], kwargs, output))
-
-    run = compiled(model)
-    with hl.attach(model, "scaled", note, observe=True, with_kwargs=True):
-        for times in (2, 3, 4):
-            run(x, times, times / 4, [None, {"a": (x, True)}])
-    for times, (number, kwargs, output) in zip((2, 3, 4), seen, strict=True):
-        assert number == times
-        assert {key: kwargs[key] for key in ("by", "how")} == {"by": times / 4, "how": "down"}
-        assert kwargs["also"][0] is None
-        assert kwargs["also"][1]["a"][1] is True
-        assert torch.equal(kwargs["also"][1]["a"][0], x)
-        assert torch.equal(output, x * times * times / 4)
-
-
 # -- coming, going, failing --------------------------------------------------------------------------------
 
 
@@ -230,37 +185,6 @@ def test_a_hook_that_raises_is_heard_and_the_next_call_works(kind: str) -> None:
         step(run, x)
     assert len(calls) == 2
     assert breaks() == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_may_take_itself_off_or_put_another_on(kind: str) -> None:
-    """As in eager code: it has run for the last time; the new one begins with the next call."""
-    logs = []
-    for compiles in (False, True):
-        model, x, log = Blocks(1), torch.randn(3, 4), []
-        handles: dict[str, hl.HookHandle] = {}
-
-        def once(module, *shown, log=log, handles=handles):
-            log.append("once")
-            handles["once"].remove()
-
-        def other(module, *shown, log=log):
-            log.append("other")
-
-        def adding(module, *shown, log=log, handles=handles, model=model, other=other):
-            log.append("adding")
-            if "other" not in handles:
-                handles["other"] = hl.attach(model, "layers.0", other, on=kind, observe=True)
-
-        run = compiled(model) if compiles else model
-        handles["once"] = hl.attach(model, "layers.0", once, on=kind, observe=True)
-        handles["adding"] = hl.attach(model, "layers.0", adding, on=kind, observe=True)
-        for _ in range(3):
-            step(run, x)
-            log.append("|")
-        hl.HandleSet(handles.values()).remove()
-        logs.append(log)
-    assert logs[0] == logs[1] == ["once", "adding", "|", "adding", "other", "|", "adding", "other", "|"]
 
 
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
 import inspect
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -17,73 +14,11 @@ import torch
 from helpers_compiled import Blocks, breaks, compiled, graphs, observe_all, step
 from torch import Tensor, nn
 
-import hookline as hl
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
     # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-
-def _look(module, *shown) -> None:
-    """Returns nothing."""
-
-
-def _replica(module: nn.Module) -> nn.Module:
-    """What ``nn.DataParallel`` makes on each device, here with the parameters of the original."""
-    replica = module._replicate_for_data_parallel()
-    replica._parameters = dict(module._parameters)
-    return replica
-
-
-class _Stateful(nn.Linear):
-    """Says itself what a copy gets, as a class with slots does: a tuple."""
-
-    def __getstate__(self) -> tuple[dict[str, Any], str]:
-        return dict(self.__dict__), "slots"
-
-    def __setstate__(self, state: tuple[dict[str, Any], str]) -> None:
-        super().__setstate__(state[0])
-
-
-@pytest.mark.parametrize("options", [{}, {"always_call": True}, {"on": "backward"}, {"on": "state_dict_pre"}], ids=str)
-@pytest.mark.parametrize("cls", [nn.Linear, _Stateful])
-@pytest.mark.parametrize(
-    "make",
-    [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), _replica],
-    ids=["copy", "deepcopy", "pickle", "replica"],
-)
-def test_a_copy_of_a_marked_module_computes_with_its_own_parameters(make: Any, cls: Any, options: Any) -> None:
-    """While the original has hooks, and after; so does the copy of the copy."""
-    compiled(Blocks(1))(torch.randn(3, 4))
-    module, x = cls(4, 4), torch.randn(3, 4)
-    expected = module(x)
-    with hl.attach(module, "", _look, **options):
-        twins = [make(module)]
-        twins.append(make(twins[0]))
-        for twin in twins:
-            twin._parameters = {name: torch.zeros(()).expand_as(value) for name, value in twin._parameters.items()}
-            assert not twin(x).any()
-            assert not twin.forward(x).any()
-        assert torch.equal(module(x), expected)
-    assert not any(twin(x).any() for twin in twins)
-    assert not vars(module).keys() & {"forward", "__getstate__", "_replicate_for_data_parallel"}
-
-
-def test_a_hooked_model_that_is_marked_dies_with_its_last_reference() -> None:
-    """The handle keeps nothing alive."""
-    import weakref
-
-    model, x = Blocks(1), torch.randn(3, 4)
-    compiled(model)(x)
-    handle = hl.attach(model, "*", _look, observe=True)
-    gone = weakref.ref(model)
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert gone() is None
-    assert handle.report().attached == 0
 
 
 def test_a_forward_that_somebody_has_replaced_comes_back_as_it_was() -> None:
@@ -106,20 +41,6 @@ def test_a_forward_that_somebody_has_replaced_comes_back_as_it_was() -> None:
         assert inner.forward is patched
         step(run, x)
     assert len(seen) == 12 * (4 + 2)  # one more forward in each round
-    assert (graphs(), breaks()) == (2, 0)
-
-
-def test_a_compiled_forward_on_the_module_needs_no_mark() -> None:
-    """``model.forward = torch.compile(model.forward)``: two graphs, however often hooks come and go."""
-    model, x, seen = Blocks(2), torch.randn(3, 4), []
-    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
-    own = model.forward
-    for _ in range(12):
-        with observe_all(model, seen):
-            step(model, x)
-        step(model, x)
-    assert model.forward is own
-    assert len(seen) == 12 * 4 * len([m for m in model.modules() if not isinstance(m, nn.ModuleList)])
     assert (graphs(), breaks()) == (2, 0)
 
 

@@ -113,22 +113,6 @@ def test_a_handle_from_inside_comes_out_and_removes() -> None:
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks, in the second graph
-def test_what_no_graph_can_carry_breaks_it_and_works_as_ever() -> None:
-    """Several tensors together: attached between two graphs, with a receipt."""
-    seen = []
-
-    def function(x: Tensor) -> tuple[Tensor, hl.HookHandle]:
-        y = x * 2
-        both = hl.attach_tensor([x, y], lambda grads: seen.append(len(grads)))
-        return (y * 3).sum(), both
-
-    loss, both = torch.compile(function, backend="eager")(torch.ones(2, requires_grad=True))
-    loss.backward()
-    assert seen == [2]
-    assert both.report().fired == 1
-
-
 def test_a_tensor_without_a_gradient_is_refused_inside_too() -> None:
     """The error is that of an eager call."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -43,17 +42,6 @@ def test_what_is_bound_to_a_model_is_listed_with_the_model(target: Any) -> None:
     assert hl.attached(model) == [handle]
     handle.remove()
     assert hl.attached(model) == []
-
-
-def test_hooks_of_other_threads_are_listed() -> None:
-    """One on a class outlives the thread that has put it on."""
-    handles: list[hl.HookHandle] = []
-    thread = threading.Thread(target=lambda: handles.append(hl.attach_function(Pair, nothing)))
-    thread.start()
-    thread.join()
-    assert hl.attached() == handles
-    handles[0].remove()
-    assert hl.attached() == []
 
 
 def test_an_optimizer_lists_its_own() -> None:

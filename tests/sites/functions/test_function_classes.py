@@ -16,26 +16,6 @@ pair_apply = Pair.apply
 """A reference taken when the module was imported, as torch's own tutorials do: ``relu = MyReLU.apply``."""
 
 
-class Cube(torch.autograd.Function):
-    """In the newer style, with setup_context, a default argument and a rule for vmap."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, scale: float = 1.0) -> Tensor:
-        return scale * x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.scale = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return grad * ctx.scale * 3 * x**2, None
-
-
 class Shifted(Scale):
     """A subclass is another function."""
 
@@ -91,50 +71,6 @@ def test_a_reference_to_apply_taken_before_the_hook_fires_too(kind: str) -> None
     with hl.attach_function(Pair, noting(events, kind), on=kind):
         pair_apply(fresh(2), fresh(2))[0].sum().backward()
     assert events == ([kind] if _torch.APPLY_IS_PYTHON else [])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reference_to_apply_taken_while_a_hook_was_on_stays_good(kind: str) -> None:
-    """Called after the hook is gone, it is the plain function; with a new hook, that one fires once."""
-    events: list[str] = []
-    with hl.attach_function(Pair, noting(events, "first"), on=kind):
-        taken = Pair.apply
-        taken(fresh(2), fresh(2))[0].sum().backward()
-    product, total = taken(torch.ones(2), torch.ones(2))
-    assert (product.tolist(), total.tolist()) == ([1, 1], [2, 2])
-    assert events == ["first"]
-    with hl.attach_function(Pair, noting(events, "second"), on=kind):
-        taken(fresh(2), fresh(2))[0].sum().backward()
-    assert events == ["first", "second"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_subclass_is_another_function(kind: str) -> None:
-    """A hook on the base does not fire for it, nor the other way round; both at once fire once each."""
-    events: list[str] = []
-    x = fresh(2)
-    with hl.attach_function(Scale, noting(events, "base"), on=kind):
-        Shifted.apply(x, 2.0).sum().backward()
-        assert events == []
-        with hl.attach_function(Shifted, noting(events, "derived"), on=kind):
-            Shifted.apply(x, 2.0).sum().backward()
-            assert events == ["derived"]
-            Scale.apply(x, 2.0).sum().backward()
-    assert events == ["derived", "base"]
-    assert "apply" not in vars(Shifted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_under_vmap_and_grad_the_values_are_those_without_hooks(kind: str) -> None:
-    """A Function with a vmap rule, transformed."""
-    x = fresh(4, requires_grad=False)
-
-    def run() -> Tensor:
-        return torch.vmap(torch.func.grad(lambda x: Cube.apply(x, 2.0)))(x)
-
-    expected = run()
-    with hl.attach_function(Cube, lambda fn, *tensors: None, on=kind):
-        assert torch.equal(run(), expected)
 
 
 def test_a_function_that_changes_its_input() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, Pair, fresh, kinds_of, label, matrices
+from helpers_functions import KINDS, LEVELS, Around, Pair, fresh, kinds_of, matrices
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import hookline as hl
 
@@ -136,36 +134,6 @@ def test_functions_that_a_hook_calls_are_not_seen(level: str, kind: str) -> None
     assert events == [1]
 
 
-@pytest.mark.parametrize("scoped", [True, False], ids=["within", "bare"])
-def test_a_star_fires_as_often_as_torch_shows_functions(scoped: bool) -> None:
-    """Counted independently by a mode of the test's own, over a model with attention, an LSTM and operators."""
-    torch.manual_seed(0)
-    attention, lstm = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True)
-
-    def run(x: Tensor) -> Tensor:
-        h = attention(x, x, x)[0] + x @ torch.ones(4, 4)
-        h = lstm(h)[0][:, -1] * 2 - 1
-        h[0] = 1.0
-        return torch.einsum("ij,ij->i", h, F.layer_norm(h, (4,))).sum() / (1 + h.abs().max())
-
-    shown: Counter[Any] = Counter()
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(func, "__name__", "") != "__get__":
-                shown[func] += 1
-            return func(*args, **(kwargs or {}))
-
-    model, fired = Around(run), Counter()
-    x = fresh(2, 3, 4, requires_grad=False)
-    with Mode():
-        model(x)
-    with hl.attach_function("*", lambda fn, i, o: fired.update([fn.func]), within=model if scoped else None):
-        model(x)
-    assert fired == shown
-    assert sum(fired.values()) > 15
-
-
 # -- receipts ----------------------------------------------------------------------------------------------
 
 
@@ -184,18 +152,3 @@ def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> Non
     model(torch.ones(2))
     with pytest.warns(hl.errors.HookNeverFired, match="not applied"):
         handle.remove()
-
-
-@pytest.mark.parametrize("target", ["*.relu", "aten.relu.default", Pair], ids=label)
-@pytest.mark.parametrize("run", [lambda model, x: model.forward(x), lambda model, x: model[1](model[0](x))])
-def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
-    """within= counts what model(x) calls; its forward, or a part of it, called by themselves begin no step."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    handle = hl.attach_function(target, lambda fn, i, o: None, within=model)
-    run(model, torch.ones(1, 2))
-    assert handle.report().fired == 0
-    with pytest.warns(
-        hl.errors.HookNeverFired, match="the model itself was not called: within= counts what model"
-    ) as warned:
-        handle.remove()
-    assert "although the model ran" not in str(warned[0].message)

@@ -11,7 +11,6 @@ import torch
 from helpers_functions import Around, exp_hook, modes, noting
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 import hookline as hl
 
@@ -86,46 +85,6 @@ def test_a_forward_that_raises_leaves_the_stack_clean(error: type[BaseException]
 # -- among the modes of others -----------------------------------------------------------------------------
 
 
-def test_attached_inside_a_device_block_that_is_then_left() -> None:
-    """torch.device pops what is on top: it has to be its own; afterwards new tensors are on the CPU, and hooks fire."""
-    events: list[str] = []
-    with torch.device("meta"):
-        handle = exp_hook(events)
-        assert torch.ones(1).device.type == "meta"
-    assert torch.ones(1).device.type == "cpu"
-    torch.exp(torch.ones(1))
-    assert events == ["exp"]
-    handle.remove()
-    assert modes() == []
-    assert torch.ones(1).device.type == "cpu"
-
-
-@pytest.mark.product(hook_first=[True, False], device_last=[True, False])
-def test_beside_a_default_device(hook_first: bool, device_last: bool) -> None:
-    """set_default_device looks for itself at the bottom of the stack, and has to find itself there."""
-    events: list[str] = []
-    handle = exp_hook(events) if hook_first else None
-    torch.set_default_device("meta")
-    try:
-        handle = handle or exp_hook(events)
-        assert torch.ones(1).device.type == "meta"
-        torch.exp(torch.ones(1, device="cpu"))
-        assert events == ["exp"]
-        torch.set_default_device("cpu")
-        assert torch.ones(1).device.type == "cpu"
-        torch.exp(torch.ones(1))
-        assert events == ["exp"] * 2
-        if not device_last:
-            handle.remove()
-            assert sum(isinstance(mode, DeviceContext) for mode in modes()) == 1
-    finally:
-        torch.set_default_device(None)
-    torch.exp(torch.ones(1))
-    assert events == ["exp"] * (3 if device_last else 2)
-    handle.remove()
-    assert modes() == []
-
-
 @pytest.mark.parametrize("order", list(itertools.permutations("ABh")), ids="".join)
 @pytest.mark.parametrize("leave", list(itertools.permutations("ABh")), ids="".join)
 def test_foreign_modes_entered_and_left_around_a_hook_in_any_order(order: Any, leave: Any) -> None:
@@ -159,24 +118,3 @@ def test_foreign_modes_entered_and_left_around_a_hook_in_any_order(order: Any, l
 
 
 # -- hooks that take themselves or others off --------------------------------------------------------------
-
-
-def test_removed_inside_a_hook_beside_a_foreign_mode() -> None:
-    """The foreign mode stays exactly where it was, and ours is gone when the call is over or at the next one."""
-    events: list[str] = []
-
-    def once(fn: Any, inputs: Any, outputs: Any) -> None:
-        events.append("exp")
-        handle.remove()
-
-    with Counting() as below:
-        handle = hl.attach_function(torch.exp, once)
-        with Counting() as above:
-            torch.exp(torch.ones(1))
-            torch.exp(torch.ones(1))
-        assert above.seen["exp"] == 2
-        torch.exp(torch.ones(1))
-    assert below.seen["exp"] == 3
-    assert events == ["exp"]
-    assert [mode for mode in modes() if isinstance(mode, Counting)] == []
-    exp_hook(events).remove()  # so that other tests find a clean stack

@@ -196,13 +196,3 @@ def test_a_bad_target_is_refused_and_nothing_is_attached(case: tuple[Any, type, 
     assert says in str(raised.value)
     assert modes() == before
     assert patched_classes() == []
-
-
-def test_strict_false_warns_and_gives_a_handle_on_nothing() -> None:
-    """As everywhere: the error becomes a warning with the same words."""
-    with pytest.warns(hl.HooklineWarning, match=r"matches 'torch.nope'"):
-        handle = hl.attach_function("torch.nope", lambda fn, i, o: None, strict=False)
-    assert handle.names == ()
-    torch.mm(torch.ones(1, 1), torch.ones(1, 1))
-    assert handle.report().fired == 0
-    handle.remove()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import textwrap
-import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, fresh, nothing, patched_classes, sin_product
+from helpers_functions import KINDS, Around, fresh, nothing, sin_product
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,25 +140,6 @@ def test_hooks_of_several_models_and_of_none_each_see_their_own_calls() -> None:
     assert log == ["inner", "outer"]
     for handle in handles[:2]:
         handle.remove()
-
-
-@pytest.mark.parametrize("level", ["operator", "class"])
-def test_a_model_that_its_own_hook_refers_to_is_not_kept_alive(level: str) -> None:
-    """The hook is kept with the model; when that is gone, the next hook to come or go gives the class back."""
-    target, run, _ = LEVELS[level]
-
-    def hooked_model() -> weakref.ref[nn.Module]:
-        model, fired = Around(run), []
-        hl.attach_function(target, lambda fn, *tensors: fired.append(model), within=model)
-        model(fresh(2, 2), fresh(2, 2)).sum().backward()
-        assert fired == [model]
-        return weakref.ref(model)
-
-    reference = hooked_model()
-    gc.collect()
-    assert reference() is None
-    hl.attach(nn.Identity(), lambda module, args, output: None).remove()
-    assert patched_classes() == []
 
 
 def test_hooks_load_no_compiler_and_compiled_code_beside_them_says_once_that_they_do_not_fire() -> None:
