@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import hookline as hl
-from hookline.errors import OptionError, TargetError, UnhookableError
+from hookline.errors import CaptureError, NoMatchError, OptionError, TargetError, UnhookableError
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 LONG = {**BASE, "max_position_embeddings": 64}
@@ -42,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {  # class, options, outp
     "T5": ("T5ForConditionalGeneration", T5, "o"),
     "Bert": ("BertForMaskedLM", LONG, "output.dense"),
 }
+ROLES = ("q", "k", "v", "pattern", "z", "attn_out")
 WAYS = [(family, way) for family in FAMILIES for way in ("sdpa", "eager")]
 WAYS = [each for each in WAYS if each not in (("Gemma2", "sdpa"), ("Falcon", "eager"))]  # neither is there
 
@@ -75,27 +78,32 @@ def test_parts_are_those_that_transformers_computes_with(family: str, way: str) 
     model, inputs = _model(family, way), _inputs(family)
     blocks = hl.find(model, role="resid").names
     attention = [each.module for each in hl.find(model, role="attn")]
+    projections = [each.get_submodule(FAMILIES[family][2]) for each in attention]
     read: list[Tensor] = []
-    handles = [
-        each.get_submodule(FAMILIES[family][2]).register_forward_pre_hook(lambda module, args: read.append(args[0]))
-        for each in attention
-    ]
+    added: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        read.append(args[0])
+        added.append(output if module.bias is None else output - module.bias)
+
+    handles = [each.register_forward_hook(keep) for each in projections]
     with torch.no_grad():
         plain = model(**inputs).logits
         for handle in handles:
             handle.remove()
-        roles = [f"role:{role}" for role in ("q", "k", "v", "pattern", "z")]
-        with hl.capture(model, roles) as cache:
+        with hl.capture(model, [f"role:{role}" for role in ROLES]) as cache:
             assert torch.equal(model(**inputs).logits, plain)  # observers change no bit
     patterns = _patterns(family, inputs)
     for number in range(len(blocks)):
-        q, k, v, pattern, z = (
-            cache[hl.find(model, f"role:{role}.{number}").names[0]].output for role in ("q", "k", "v", "pattern", "z")
+        q, k, v, pattern, z, attn_out = (
+            cache[hl.find(model, f"role:{role}.{number}").names[0]].output for role in ROLES
         )
         assert q.shape[1] == pattern.shape[1] == z.shape[1] == 4
         torch.testing.assert_close(pattern, patterns[number], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(pattern @ _grouped(v, 4), z, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(z.transpose(1, 2).flatten(2), read[number], atol=0, rtol=0)
+        torch.testing.assert_close(attn_out.sum(1), added[number], atol=1e-6, rtol=1e-5)
+        assert attn_out.shape[1] == 4
         assert k.shape == v.shape
     hl.assert_no_hooks(model, foreign=True)
     assert not [key for each in model.modules() for key in ("forward", "_hookline_attention") if key in vars(each)]
@@ -124,7 +132,7 @@ def test_edits_in_compiled_code_that_was_there_before(family: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         plain = compiled(**inputs).logits
-        for part in ("z", "q", "pattern"):
+        for part in ("z", "q", "pattern", "attn_out"):
             with hl.attach(model, f"role:{part}.1", _first_head_off) as handle:
                 changed = compiled(**inputs).logits
                 assert handle.report().fired == 1
@@ -160,7 +168,7 @@ def test_gradients_and_training_are_as_without() -> None:
                 optimizer.step()
         return [each.detach() for each in model.parameters()]
 
-    roles = [f"role:{role}" for role in ("q", "k", "v", "pattern", "z")]
+    roles = [f"role:{role}" for role in ROLES]
     plain = trained(lambda model: hl.attach(model, lambda module, args, output: None))
     seen: list[Any] = []
     watched = trained(lambda model: hl.attach(model, roles, lambda module, args, out: seen.append(0), observe=True))
@@ -193,6 +201,19 @@ def test_gradients_are_those_of_autograd() -> None:
     assert found["pattern"].shape == (2, 4, 7, 7)
     assert found["pattern"].abs().sum() > 0
     assert found["q"].abs().sum() > 0
+
+
+def test_an_edit_in_place_of_keys_does_not_reach_the_cache() -> None:
+    """It counts in its call, as an edit that is returned; the next token looks at the keys as they were."""
+    model, ids = _model("Llama"), _inputs("Llama")["input_ids"]
+    with torch.no_grad():
+        plain = model(ids, use_cache=True)
+        with hl.attach(model, ["role:k.1", "role:v.1"], _zero):
+            edited = model(ids, use_cache=True)
+    assert not torch.equal(edited.logits, plain.logits)
+    for one, other in zip(plain.past_key_values.layers[:2], edited.past_key_values.layers[:2], strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
 
 
 def test_prefill_and_decode_with_a_cache() -> None:
@@ -257,6 +278,64 @@ def test_a_model_of_ones_own(ids: Tensor) -> None:
     handle.remove(quiet=True)
 
 
+def test_what_a_head_adds_can_be_edited_and_has_gradients(ids: Tensor) -> None:
+    """Without a head as without what it reads; the gradient of each head is that of the sum."""
+    model = Own()
+    for head in range(2):
+        with hl.patch(model, hl.edits.ablate(head=head), role="attn_out"):
+            without = model(ids)
+        with hl.patch(model, hl.edits.ablate(head=head), role="z"):
+            torch.testing.assert_close(without, model(ids))
+    with hl.capture(model, ["role:attn_out.0", "role:attn.0"], grads=True) as cache:
+        model(ids).square().sum().backward()
+    grad = cache["attn_out", 0].grad
+    torch.testing.assert_close(grad, cache["attn", 0].grad[:, None].expand_as(grad))
+
+
+class Gated(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) * x.sigmoid())
+
+
+class Adapted(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        read = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(read) + self.high(self.low(read))
+
+
+class Shuffled(Attention):
+    """Forgets to put the heads behind the tokens: its columns are of no head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out(scaled_dot_product_attention(q, k, v).reshape(x.shape))
+
+
+class Unprojected(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [(Gated, "(mul)"), (Adapted, "merge_adapter"), (Shuffled, "(reshape)"), (Unprojected, "was not seen to")],
+)
+def test_where_what_a_head_adds_is_not_known_is_an_error(attention: Any, words: str, ids: Tensor) -> None:
+    model = Own(attention)
+    with hl.capture(model, role="z"):
+        model(ids)
+    with pytest.raises(UnhookableError, match=re.escape(words)), hl.capture(model, role="attn_out"):
+        model(ids)
+    hl.assert_no_hooks(model, foreign=True)
+
+
 def test_copies_have_no_hooks_and_weights_of_their_own(ids: Tensor, tmp_path: Any) -> None:
     model = Own()
     with hl.attach(model, "role:z", _first_head_off), hl.attach(model, "role:attn", lambda m, a, o: None):
@@ -314,7 +393,7 @@ def test_blocks_by_number() -> None:
         "role:quer": "Roles are",
         "role:mlp.x": "Roles are",
     }.items():
-        with pytest.raises(TargetError, match=words):
+        with pytest.raises((TargetError, NoMatchError), match=words):
             hl.find(model, target)
 
 
@@ -335,6 +414,27 @@ def test_a_cache_is_read_by_role_and_block() -> None:
         cache.stack("z")
     with pytest.raises(hl.HooklineError, match="has none"):
         copy.deepcopy(cache)["resid", 1]
+    assert ("resid", np.int64(1)) in cache
+    assert not [place for place in (("resid", 9), ("mlp", 1), ("resid", "x")) if place in cache]
+    assert cache.get(("resid", 9)) is None
+    with pytest.raises(NoMatchError, match="1 of 3 blocks"):
+        cache.stack("mlp")
+    assert hl.find(model, role="mlp", layer=np.int64(1)).names == ["model.layers.1.mlp"]
+    assert len(hl.find(model, role="mlp", layer=np.arange(2)).names) == 2
+    with pytest.raises(TargetError, match="number of a block"):
+        hl.find(model, role="mlp", layer=1.5)  # type: ignore[arg-type]
+
+
+def test_blocks_of_an_encoder_and_a_decoder_are_stacked_if_they_are_of_one_shape() -> None:
+    model, inputs = _model("T5"), _inputs("T5")
+    with torch.no_grad(), hl.capture(model, role="resid") as cache:
+        model(**inputs)
+    with pytest.raises(CaptureError, match="encoder"):
+        cache.stack("resid")
+    assert cache["resid", 3].tensor.shape == (2, 5, 32)
+    with torch.no_grad(), hl.capture(model, role="resid") as cache:
+        model(inputs["input_ids"], decoder_input_ids=inputs["input_ids"])
+    assert torch.equal(cache.stack("resid")[3], cache["resid", 3].tensor)
 
 
 def test_layers_wherever_there_are_roles() -> None:
@@ -413,7 +513,7 @@ def _zero(module: nn.Module, args: Any, output: Tensor) -> None:
 @torch.no_grad()
 def test_edits_in_place_count(ids: Tensor) -> None:
     model = Own()
-    for part in ("q", "pattern", "z"):
+    for part in ("q", "pattern", "z", "attn_out"):
         plain = model(ids)
         with hl.attach(model, f"role:{part}.0", _zero):
             changed = model(ids)
@@ -494,6 +594,35 @@ def test_a_forward_of_somebody_else_stays(ids: Tensor) -> None:
     with hl.attach(model, "role:q.0", lambda module, args, output: None, observe=True) as again:
         assert torch.equal(model(ids), more)
     assert again.report().fired == 1
+
+
+def test_replicas_of_data_parallel_go_through_the_parts(ids: Tensor) -> None:
+    """As ``nn.DataParallel`` makes and calls them; without hooks afterwards."""
+    attention = Own().layers[0]["attn"]
+    x = torch.randn(2, 5, 8)
+    model = nn.ModuleDict({"attn": attention})
+    parts = hl.sites.attention.parts_of(attention)
+
+    def replica() -> Any:
+        made = attention._replicate_for_data_parallel()
+        made.__dict__.update(attention._modules)  # which a replica has as attributes
+        return made
+
+    plain = replica()(x)
+    with hl.attach(parts["z"], _first_head_off):
+        assert torch.equal(replica()(x), attention(x))
+        assert not torch.equal(replica()(x), plain)
+    assert torch.equal(replica()(x), plain)
+    hl.assert_no_hooks(model)
+
+
+def test_multihead_attention_is_refused_when_hooks_come() -> None:
+    """In an encoder of torch it may not even be called, so that nothing would say so later."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    with pytest.raises(UnhookableError, match="scaled_dot_product_attention"):
+        hl.capture(model, role="q")
+    hl.assert_no_hooks(model, foreign=True)
 
 
 def test_what_has_no_heads_is_refused() -> None:

@@ -103,19 +103,23 @@ class HeatMap(ShownAsTable):
         return Path(path)
 
     def _draw(self, figure: Any, axes: Any) -> None:
-        """Draw it with matplotlib: zero is white, what is not finite yellow."""
+        """Draw it with matplotlib, in the colours of a notebook; what is not finite is yellow."""
         from matplotlib import colormaps
+        from matplotlib.colors import ListedColormap, Normalize, TwoSlopeNorm
 
-        colours = colormaps["RdBu_r"].copy()
+        scale = self._scale or ColourScale(-1, 1)
+        has_sides = scale.low < 0 < scale.high
+        first, last = (0.0, 1.0) if has_sides else (0.5, 1.0) if scale.low >= 0 else (0.0, 0.5)
+        colours = ListedColormap(colormaps["RdBu_r"](np.linspace(first, last, 256)))
         colours.set_bad("gold")
-        largest = max(abs(self._scale.low), abs(self._scale.high)) if self._scale is not None else 1.0
+        norm = TwoSlopeNorm(0, scale.low, scale.high) if has_sides else Normalize(scale.low, scale.high)
         numbers = np.ma.masked_invalid(self._matrix)
-        drawn = axes.imshow(numbers, cmap=colours, vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest")
+        drawn = axes.imshow(numbers, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         figure.colorbar(drawn, ax=axes, shrink=0.8)
-        axes.set_title(self._title)
+        axes.set_title(self._title, parse_math=False)  # a "$" in a token is a dollar
         for names, axis, angle in ((self._names[0], axes.yaxis, 0), (self._names[1], axes.xaxis, 90)):
             if names:
-                axis.set_ticks(range(len(names)), names, rotation=angle)
+                axis.set_ticks(range(len(names)), names, rotation=angle, parse_math=False)
 
     def _table(self) -> Table:
         rows, columns = self._names

@@ -109,7 +109,7 @@ def attach(
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
         role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"unembed"`` or
             ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them; inside of attention ``"q"``,
-            ``"k"``, ``"v"``, ``"pattern"`` and ``"z"``, by head.
+            ``"k"``, ``"v"``, ``"pattern"``, ``"z"`` and ``"attn_out"``, by head.
         layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Give hooks a place inside of attention: queries, keys, values, the pattern, and what each head reads, of any model.
+"""Give hooks a place inside of attention: queries, keys, values, pattern, what each head reads and adds, of any model.
 
 ``targets`` finds an `AttentionPart` for the roles of `PARTS` (``"role:q"``) in each attention module. It is a module
 that returns what it is given, so that all that hooks do at modules they do here, in compiled code too. While one of its
@@ -7,10 +7,11 @@ through the parts: `transformers`' attention interface, by which most of its mod
 ``scaled_dot_product_attention``. Rotary embedding and grouped keys are as the model computes them.
 
     forward of the module ──► q(query) k(key) v(value) ──► its own function ──► z(output) ──► output projection
-                                       └── pattern(softmax(q kᵀ · scale + mask)), if that has hooks
+                                       └── pattern(softmax(q kᵀ · scale + mask))      attn_out(z by head) ──┘
 
-The pattern is computed beside the model's function, without dropout. Where a hook may edit it, or asks for its
-gradient, it takes the function's place: the output is rounded otherwise, and attention has no dropout there.
+The pattern is computed beside the model's function, without dropout, and what heads add (``head_outputs``) beside the
+projection. Where a hook may edit one of these, or asks for its gradient, it takes the function's place: the output is
+rounded otherwise, and attention has no dropout there.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.errors import UnhookableError
 from hookline.sites.compiled import recompile_guard
+from hookline.sites.head_outputs import FollowHeads, OutputProjection, call_in_mode, follow
 
 __all__ = ["PARTS", "AttentionPart", "hooked_parts", "parts_of"]
 
-PARTS: Final = ("q", "k", "v", "pattern", "z")
+PARTS: Final = ("q", "k", "v", "pattern", "z", "attn_out")
 """Queries, keys and values as the attention function gets them, (batch, heads, tokens, width); how much each token
-looks at each, (batch, heads, tokens, tokens); and what each head reads, (batch, heads, tokens, width)."""
+looks at each, (batch, heads, tokens, tokens); what each head reads, (batch, heads, tokens, width); and what it adds to
+the residual stream, (batch, heads, tokens, features)."""
 _PARTS: Final = "_hookline_attention"
 """The attribute of an attention module, and of those in it, while a part of it has hooks."""
 _OWN: Final = recompile_guard.OWN_FORWARD
 _INTERFACE: Final = "get_interface"
+_BY_ITSELF: Final = (
+    "{} computes attention by itself, so that hooks inside of it would be silent. Make the model with "
+    "attn_implementation='sdpa' (of your own code: call torch.nn.functional.scaled_dot_product_attention)."
+)
 _HEADS: Final = 4
 """Dimensions of (batch, heads, tokens, width)."""
 
@@ -88,9 +95,11 @@ class AttentionParts:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
-        self.q, self.k, self.v, self.pattern, self.z = self.by_name.values()
+        self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
         self._hooked: set[AttentionPart] = set()
         self._give_back: Any = None
+        self.goes_by_interface = False
+        """Whether the function is called with the module, and so finds the parts by itself."""
         self.calls = 0
         """How often the attention function was called; in threads at once perhaps less, and never less than once."""
 
@@ -113,11 +122,15 @@ class AttentionParts:
             raise UnhookableError(
                 f"{type(module).__name__} shares its attention with another module that has hooks inside of it."
             )
+        if any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules()):  # not even called at times
+            self._hooked.clear()
+            raise UnhookableError(_BY_ITSELF.format("nn.MultiheadAttention"))
         recompile_guard.set_own_forward(module, wanted=False)
         kind = _interface_of(module)
+        self.goes_by_interface = kind is not None
         own = module.__dict__.get("forward")
         if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
-            recompile_guard.bind_forward(module, _forward_with_mode if kind is None else _forward)
+            recompile_guard.bind_forward(module, _forward)
             module.__dict__[_OWN] = own
         for inner in module.modules():
             inner.__dict__[_PARTS] = self
@@ -131,7 +144,7 @@ class AttentionParts:
         if self._give_back is not None:
             self._give_back()
         ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
-        if ours not in (_forward, _forward_with_mode):
+        if ours is not _forward:
             return  # somebody has put another in front, which calls ours: that does nothing any more
         own = module.__dict__.pop(_OWN)
         recompile_guard.unbind_forward(module)
@@ -161,13 +174,23 @@ class AttentionParts:
                 f"Hooks inside of attention are for (batch, heads, tokens, width), and here are {query.dim()} "
                 "dimensions. Hook the modules around it."
             )
+        # Keys and values may be those of a cache, which an edit in place is not to reach.
+        key, value = (each.clone() if part.is_in_path else each for part, each in ((self.k, key), (self.v, value)))
         query, key, value = self.q(query), self.k(key), self.v(value)
         z = run(query, key, value)
         if self.pattern.has_hooks:
             pattern = self.pattern(weigh(query, key))
             if self.pattern.is_in_path:
                 z = pattern.to(value.dtype) @ _repeated(value, query)
-        return self.z(z)  # type: ignore[no-any-return]
+        z = self.z(z)
+        return follow(z) if self.attn_out.has_hooks else z
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the forward that the module would have by itself, with its attention through the parts."""
+        if self.goes_by_interface:
+            return _own_forward(module, args, kwargs)
+        with _Attending(self):
+            return _own_forward(module, args, kwargs)
 
 
 _KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionParts]]] = weakref.WeakKeyDictionary()
@@ -178,23 +201,21 @@ def _no_parts() -> None:
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module whose function is called with the module, and so finds the parts by itself."""
+    """Run the forward of a module with its attention through its parts."""
     parts = getattr(module, _PARTS, None)
     if parts is None:
         return _own_forward(module, args, kwargs)
     before = parts.calls
-    output = _own_forward(module, args, kwargs)
-    _check_reached(parts, before, module)
+    if parts.attn_out.has_hooks:
+        projection = OutputProjection(type(module).__name__, parts.attn_out)
+        with FollowHeads(projection):
+            output = parts.run(module, args, kwargs)
+        _check_reached(parts, before, module)
+        projection.check()
+    else:
+        output = parts.run(module, args, kwargs)
+        _check_reached(parts, before, module)
     return output
-
-
-def _forward_with_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a module whose function has to be noticed when torch is asked for it."""
-    parts = getattr(module, _PARTS, None)
-    if parts is None:
-        return _own_forward(module, args, kwargs)
-    with _Attending(parts):
-        return _forward(module, *args, **kwargs)
 
 
 def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -205,11 +226,7 @@ def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _check_reached(parts: AttentionParts, before: int, module: nn.Module) -> None:
     if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
-        raise UnhookableError(
-            f"{type(module).__name__} computes attention by itself, so that hooks inside of it would be silent. Make "
-            "the model with attn_implementation='sdpa' (of your own code: call "
-            "torch.nn.functional.scaled_dot_product_attention)."
-        )
+        raise UnhookableError(_BY_ITSELF.format(type(module).__name__))
 
 
 # -- scaled_dot_product_attention ----------------------------------------------------------------------------------
@@ -224,9 +241,7 @@ class _Attending(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not scaled_dot_product_attention:
-            if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
-                return args[0].unflatten(*args[1:], **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            return call_in_mode(func, args, kwargs or {})
         return _attend(self._parts, func, *args, **(kwargs or {}))
 
 

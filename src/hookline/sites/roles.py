@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.errors import TargetError
+from hookline.errors import NoMatchError, TargetError
 from hookline.messages import suggest
 from hookline.sites.attention import PARTS, parts_of
 from hookline.sites.wrappers import walk
@@ -24,7 +25,7 @@ ROLE: Final = "role:"
 ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "unembed", "router")
 """Output of a block; attention and MLP inside it; embedding of the tokens; norm after the last block; logits; choice of
 experts. Tensors inside of attention have the roles of `PARTS`."""
-_IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
+IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
 """Roles that each block may have, and so a number."""
 _TARGET: Final = re.compile(r"role:(?P<role>[^.]*)(\.(?P<first>-?\d+)|\.(?P<start>-?\d*):(?P<stop>-?\d*))?")
 Named: TypeAlias = tuple[str, nn.Module]
@@ -65,9 +66,9 @@ def with_role(target: Any, role: str | None, unset: Any = None, *, layer: Layers
         raise TargetError(f"A target and role={role!r} were given: leave one out, or list both: [target, '{ROLE}…'].")
     if not isinstance(role, str):
         raise TargetError(f"role= is one role, got {role!r}; for several, give targets: ['role:resid', 'role:attn'].")
-    if layer is None or isinstance(layer, int | slice):
-        return role_target(role, layer)
-    return [role_target(role, each) for each in layer]
+    if isinstance(layer, Iterable) and not isinstance(layer, str):
+        return [role_target(role, each) for each in layer]
+    return role_target(role, layer)
 
 
 def role_target(role: str, layer: int | slice | None = None) -> str:
@@ -77,8 +78,10 @@ def role_target(role: str, layer: int | slice | None = None) -> str:
             raise TargetError(f"layer= takes slices without a step; give a list: layer=range(…), got {layer!r}.")
         start, stop = ("" if end is None else end for end in (layer.start, layer.stop))
         found = f"{ROLE}{role}.{start}:{stop}"
-    elif layer is None or type(layer) is int:
-        found = f"{ROLE}{role}" if layer is None else f"{ROLE}{role}.{layer}"
+    elif layer is None:
+        found = f"{ROLE}{role}"
+    elif isinstance(layer, Integral) and not isinstance(layer, bool):  # NumPy's too
+        found = f"{ROLE}{role}.{layer}"
     else:
         raise TargetError(f"layer= is the number of a block, a list of such, or a slice; got {layer!r}.")
     _parsed(found)
@@ -101,7 +104,7 @@ def _parsed(target: str) -> tuple[str, int | slice | None]:
         layers = slice(*(int(end) if end else None for end in (match["start"], match["stop"])))
     else:
         return role, None
-    if role not in _IN_BLOCKS:
+    if role not in IN_BLOCKS:
         raise TargetError(f"{role!r} is outside of the blocks, and has no number: write '{ROLE}{role}'.")
     return role, layers
 
@@ -143,7 +146,7 @@ def _in_blocks(members: list[Named], blocks: list[str], layers: int | slice) -> 
     try:
         chosen = blocks[layers] if isinstance(layers, slice) else [blocks[layers]]
     except IndexError:
-        raise TargetError(f"There is no block {layers}: this model has {len(blocks)}, from 0 on.") from None
+        raise NoMatchError(f"There is no block {layers}: this model has {len(blocks)}, from 0 on.") from None
     return [(name, module) for name, module in members if any(_is_below(f"{name}.", each) for each in chosen)]
 
 

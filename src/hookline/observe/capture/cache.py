@@ -7,6 +7,7 @@ at the end of a ``with`` block, and what it holds stays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -21,7 +22,7 @@ from hookline.observe.capture.recorder import CaptureRecorder, CaptureStopped
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
-from hookline.sites.roles import modules_in_role, role_target
+from hookline.sites.roles import IN_BLOCKS, modules_in_role, role_target
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
 from hookline.tree import main_of, tensors_of, to_builtins
@@ -86,12 +87,24 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def stack(self, role: str) -> Tensor:
         """Return the main tensors of a role, block by block, as one: (blocks, …); each was captured once.
 
-        Recipe: ``cache.stack("resid")[:, 0, -1]`` is the last token after each block.
+        Recipe: ``cache.stack("resid")[:, 0, -1]`` is the last token after each block. Row k is block k: it raises
+        where a block was not captured, or has nothing in that role, and where they are not of one shape.
         """
-        names = [name for name, _ in modules_in_role(self._live_model(), role_target(role)) if name in self._calls]
+        model = self._live_model()
+        names = [name for name, _ in modules_in_role(model, role_target(role)) if name in self._calls]
         if not names:
             raise NoMatchError(f"Nothing with the role {role!r} was captured: capture(model, role={role!r}).")
-        return torch.stack([self[name].tensor for name in names])
+        blocks = len(modules_in_role(model, role_target("resid"))) if role in IN_BLOCKS else 1
+        if len(names) < blocks:
+            raise NoMatchError(
+                f"{role!r} was captured in {len(names)} of {blocks} blocks. Stack what you mean: "
+                f"torch.stack([cache[{role!r}, k].tensor for k in …])."
+            )
+        rows = [self[name].tensor for name in names]
+        if len({row.shape for row in rows}) > 1:
+            shapes = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(row.shape for row in rows))
+            raise CaptureError(f"{role!r} has several shapes, as an encoder and a decoder have: {shapes}; stack parts.")
+        return torch.stack(rows)
 
     def _live_model(self) -> nn.Module:
         model = self._model()
@@ -101,7 +114,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     def _in_role(self, place: tuple[str, int]) -> str:
         """Return the name of what has a role in a block."""
-        if len(place) != 2 or not isinstance(place[0], str) or type(place[1]) is not int:
+        if len(place) != 2 or not isinstance(place[0], str) or not isinstance(place[1], Integral):
             raise NoMatchError(f"A cache is read by name, or by role and block: cache['resid', 3]; got {place!r}.")
         named = modules_in_role(self._live_model(), role_target(*place))
         if not named or (named[0][0] not in self._calls and named[0][0] not in self.reasons):
@@ -110,7 +123,10 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         return named[0][0]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._calls
+        try:
+            return (self._in_role(name) if isinstance(name, tuple) else name) in self._calls
+        except NoMatchError:
+            return False
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -83,7 +83,7 @@ def capture(
         targets: Which modules, as in ``attach``.
         role: In place of ``targets``, the role of the modules in a language model: ``"resid"``, ``"attn"``, ``"mlp"``,
             ``"embed"``, ``"final_norm"``, ``"unembed"`` or ``"router"``; inside of attention ``"q"``, ``"k"``,
-            ``"v"``, ``"pattern"`` and ``"z"``, by head.
+            ``"v"``, ``"pattern"``, ``"z"`` and ``"attn_out"``, by head.
         layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
         inputs: Keep the arguments of each call too, as they were when it began.
         grads: Keep the gradients of the outputs too; they have the structure of the output, None where none came.

@@ -83,9 +83,14 @@ def _state_for_copy(module: nn.Module) -> Any:
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """Return what ``nn.DataParallel`` calls instead of the module."""
+    """Return what ``nn.DataParallel`` calls instead of the module, with a ``forward`` that is bound to it."""
     replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    ours = stands_for(module.__dict__.get(_FORWARD))
+    has_other = isinstance(ours, MethodType) and ours.__self__ is module and ours.__func__ is not type(module).forward
     replica.__dict__ = _unbound(replica.__dict__)
+    if has_other:  # of a module with hooks inside of its attention
+        replica.__dict__[_FORWARD] = MethodType(ours.__func__, replica)
+        replica.__dict__[OWN_FORWARD] = module.__dict__.get(OWN_FORWARD)
     return replica
 
 
