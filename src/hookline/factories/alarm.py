@@ -10,12 +10,11 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.errors import NonFiniteError
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
@@ -34,9 +33,7 @@ _PAUSE: Final = 1.0
 
 @dataclass(frozen=True)
 class AlarmOptions:
-    """The config of ``nan_alarm``."""
-
-    action: Literal["log", "raise"] = "log"
+    """The config of ``nan_alarm``: it has no options."""
 
 
 @tried_by()
@@ -51,10 +48,10 @@ def nan_alarm(config: Mapping[str, Any] | None = None) -> NanAlarm:
         hook.to_metrics()  # {"layers.3/nonfinite": 1.0, "layers.3/nan": 4.0, "layers.3/inf": 0.0}
 
     Args:
-        config: ``action``: ``"log"``; or ``"raise"``, which raises `NonFiniteError` out of the forward, and for that
-            waits for the device at every call.
+        config: Empty; the alarm has no options.
     """
-    return NanAlarm(read_options("nan_alarm", AlarmOptions, config))
+    read_options("nan_alarm", AlarmOptions, config)
+    return NanAlarm()
 
 
 class _AlarmModule(StreamedModule):
@@ -73,11 +70,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
 
     name = "nan_alarm"
 
-    def __init__(self, options: AlarmOptions) -> None:
-        self._raises = options.action == "raise"
-        super().__init__(Streaming(Layout.of("nonfinite"), keeps=not self._raises), _AlarmModule)
-        if self._raises:
-            self.summary = None  # it raises out of the call of the module, in compiled code too
+    def __init__(self) -> None:
+        super().__init__(Streaming(Layout.of("nonfinite")), _AlarmModule)
         self._next = 0.0
         """When to read the counts of GPUs."""
 
@@ -88,31 +82,22 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
             self.to_metrics()
             self._next = time.monotonic() + _PAUSE
 
-    def _take(self, seen: _AlarmModule, tensor: Tensor, gathered: Gathered | None) -> bool:
-        if not super()._take(seen, tensor, gathered):
-            return False
+    def _take(self, seen: _AlarmModule, tensor: Tensor, gathered: Gathered | None) -> None:
+        super()._take(seen, tensor, gathered)
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[BAD] and not seen.was_logged:
             self._log(seen, row.cells[NAN], row.cells[INF])
-        if self._raises:
-            self._check_now(seen)
-        return True
 
     def _add(self, seen: _AlarmModule, real: Tensor, gathered: Gathered | None) -> None:
         seen.shape = shape_of(real)
         super()._add(seen, real, gathered)
 
-    def _check_now(self, seen: _AlarmModule) -> None:
-        """Wait for the device, and raise if there was NaN or infinity."""
-        self._streaming.engine.flush()
-        for row in seen.watched.rows.values():
-            cells = row.added.tolist()
-            if cells[BAD]:
-                raise NonFiniteError(f"{_words(seen, cells[NAN], cells[INF])}. Look at what goes into it.")
-
     def _log(self, seen: _AlarmModule, nan: float, inf: float) -> None:
         seen.was_logged = True
-        logger.warning("%s", _words(seen, nan, inf))
+        logger.warning(
+            "%s gave out %d NaN and %d infinities, in a tensor of shape %s, in call %d",
+            seen.name, int(nan), int(inf), seen.shape, seen.calls,
+        )  # fmt: skip
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
@@ -127,10 +112,3 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
     def close(self) -> None:
         """Log what has not been logged yet."""
         self.to_metrics()
-
-
-def _words(seen: _AlarmModule, nan: float, inf: float) -> str:
-    return (
-        f"{seen.name} gave out {int(nan)} NaN and {int(inf)} infinities, in a tensor of shape {seen.shape}, "
-        f"in call {seen.calls}"
-    )

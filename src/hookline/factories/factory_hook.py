@@ -194,7 +194,7 @@ def read_options(factory: str, kind: type[_T], config: Mapping[str, Any] | None)
     for key in given:
         if key not in names:
             raise OptionError(
-                f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {', '.join(names)}."
+                f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {', '.join(names) or 'none'}."
             )
     for each in fields(kind):  # type: ignore[arg-type]
         if each.default is MISSING and each.name not in given:

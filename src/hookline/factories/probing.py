@@ -116,12 +116,11 @@ class Probe(ActivationStats):
         self._running.tokens = running(inputs)
         super().__call__(module, inputs, output, site=site)
 
-    def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
+    def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> None:
         """Score ``tensor``; raise if that fails: a probe that looks at nothing must not seem to find nothing."""
         local = measurable(tensor)
         if local is not None:
             self._score(seen, local)
-        return True
 
     def _score(self, seen: StreamedModule, tensor: Tensor) -> None:
         tokens: Tokens | None = self._running.tokens

@@ -133,16 +133,14 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
         """Begin the next forward."""
         self._streaming.begin_forward()
 
-    def _take(self, seen: ModuleT, tensor: Tensor, gathered: Gathered | None) -> bool:
-        """Add the statistics of ``tensor``; return False if that failed."""
+    def _take(self, seen: ModuleT, tensor: Tensor, gathered: Gathered | None) -> None:
+        """Add the statistics of ``tensor``."""
         try:
             real = without_padding(tensor)
             if real is not None:
                 self._add(seen, real, gathered)
         except Exception as error:  # an observer must not end the run
             seen.watched.give_up(tensor, error)
-            return False
-        return True
 
     def _add(self, seen: ModuleT, real: Tensor, gathered: Gathered | None) -> None:
         self._streaming.take(seen, real, gathered)
@@ -193,14 +191,12 @@ _torch.leave_to_python(StreamingObserver.__call__)
 
 
 class Streaming:
-    """Add up statistics of any number of modules, on the devices of their tensors.
+    """Add up statistics of any number of modules, on the devices of their tensors."""
 
-    ``keeps``: whether tensors may be reduced later; else each is reduced at once.
-    """
-
-    def __init__(self, layout: Layout, *, keeps: bool = True) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.engine = StatsEngine(layout)
-        self._keeps = keeps and not layout.by_unit
+        self._keeps = not layout.by_unit
+        """Whether tensors may be reduced later; else each is reduced at once."""
         self._rings: dict[torch.device, CopyRing] = {}
         self._modules = self._since = 0
         """How many modules there are, and how many tensors were added since a forward began."""
