@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 import traceback
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors
-from hookline.cli import main as command_line
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -40,14 +38,6 @@ def test_an_error_leads_to_its_page_and_its_text_stays_as_it_is() -> None:
     assert Theirs("x").__notes__ == [errors.help_line(errors.OptionError)]
 
 
-def test_the_address_is_that_of_the_documentation_in_the_package_index() -> None:
-    """Two places state it, as no metadata is read when an error is raised: when the pages move, both change."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    stated = project["urls"]["Documentation"]
-    assert stated.replace("/tree/", "/blob/") == errors.DOCUMENTATION
-    assert stated.endswith(f"/{PAGE.parent.name}")
-
-
 def test_the_warning_of_a_hook_that_never_fired_leads_to_its_page() -> None:
     """In its text, as warnings have no notes."""
     model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
@@ -57,15 +47,3 @@ def test_the_warning_of_a_hook_that_never_fired_leads_to_its_page() -> None:
     model(torch.ones(1))
     with pytest.warns(errors.HookNeverFired, match=errors.help_line(errors.HookNeverFired)):
         handle.remove()
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_command_line_shows_the_address_on_a_terminal_alone(
-    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log and a program that reads the line get the sentence."""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
-    assert command_line.main(["find", "no_such_model"]) != 0
-    said = capsys.readouterr().err
-    assert said.startswith("hookline: ")
-    assert ("\nSee https://" in said) == is_terminal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 
 import pytest
@@ -51,18 +50,3 @@ def test_a_warning_waits_and_comes_once():
             policy.warn_pending()
     with pytest.warns(HooklineWarning, match="second"):
         policy.warn_pending()
-
-
-def test_threads_count_every_error():
-    policy = ErrorPolicy("warn")
-
-    def fail() -> None:
-        for _ in range(1000):
-            policy.handle("a", ValueError())
-
-    threads = [threading.Thread(target=fail) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert policy.counts["a"] == 4000

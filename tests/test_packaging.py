@@ -25,8 +25,6 @@ FOR_USERS = sorted(set(EXTRAS) - FOR_DEVELOPERS - {"all"})
 IMPORTED_AS = {"prometheus-client": "prometheus_client", "scikit-learn": "sklearn"}
 # transformers imports it for chat templates, and does not install it.
 IMPORTED_BY_OTHERS = {"jinja2"}
-# An engine pins its own torch, with CUDA by default: it is installed by name alone.
-ENGINES = {"vllm"}
 SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
 
 
@@ -61,19 +59,6 @@ def test_every_install_line_names_an_extra_that_there_is():
         named = {extra for found in re.findall(r"hookline\[([a-z,]+)\]", text) for extra in found.split(",")}
         assert named <= set(EXTRAS)
         assert named or text is not SOURCES
-
-
-def test_all_brings_every_extra_for_users():
-    (requirement,) = EXTRAS["all"]
-    assert sorted(re.search(r"\[(.*)\]", requirement)[1].split(",")) == sorted(set(FOR_USERS) - ENGINES)
-
-
-def test_the_project_says_who_where_and_for_which_python():
-    """The oldest Python that is asked for is among those it was tested on."""
-    assert PROJECT["authors"]
-    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
-    oldest = PROJECT["requires-python"].removeprefix(">=")
-    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
 
 
 def test_wheel_and_sdist_hold_what_users_need_and_nothing_else(tmp_path: Path):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.tables import number_text
 
 
 class Cells(HTMLParser):
@@ -129,22 +128,6 @@ def probed_and_steered() -> tuple[Any, Any]:
     with hl.attach(model, "0", probe), hl.attach(model, ["0", "1"], steer):
         model(x)
     return probe, steer
-
-
-def test_probes_steers_and_edits_show_what_they_know():
-    """The numbers of their metrics and facts, by module; a number of all modules has a row of its own."""
-    probe, steer = probed_and_steered()
-    metrics = probe.to_metrics()
-    stats = ["score", "highest", "flagged", "tokens"]
-    assert Cells(probe._repr_html_()).cells == [
-        "", *stats, "0", *(number_text(metrics[f"0/{stat}"]) for stat in stats)
-    ]  # fmt: skip
-    assert Cells(steer._repr_html_()).cells == ["", "steered_tokens", "all modules", "16"]
-    edit = hl.edits.steer(torch.ones(4), 2.0, index=(slice(None), -1))
-    assert Cells(edit._repr_html_()).cells == [
-        "edit", "with", "part of the activation", "steer", "<tensor of shape (4,)>, 2.0", "(:, -1)"
-    ]  # fmt: skip
-    assert Cells(hl.edits.ablate()._repr_html_()).cells[-3:] == ["ablate", "–", "all"]
 
 
 def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses():

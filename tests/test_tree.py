@@ -9,8 +9,7 @@ import typing
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch import Tensor
 
 from hookline.tree import leaves, put_in, replace, swap_back, to_builtins
 
@@ -44,17 +43,6 @@ class Slotted:
 
     a: object
     b: object = 3
-
-
-class Opaque:
-    """A container nobody knows."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def double(tensor: Tensor) -> Tensor:
@@ -122,50 +110,6 @@ def test_what_was_changed_in_place_can_be_swapped_back(value):
     replace(value, double, swapped)
     swap_back(swapped)
     assert [(path, id(leaf)) for path, leaf in leaves(value)] == before
-
-
-def test_paths_are_keys_and_places_joined_by_dots():
-    """A path can be read and written down."""
-    value = {"a": [torch.ones(1), {"b": torch.ones(1)}], "p": Pair(1, Plain(torch.ones(1)))}
-    assert [path for path, _ in leaves(value)] == ["a.0", "a.1.b", "p.0", "p.1.a", "p.1.b"]
-
-
-def test_a_packed_sequence_stays_packed():
-    """The data is replaced, lengths and order stay, and an LSTM takes it."""
-    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    new = replace(packed, lambda t: t * 2 if t.is_floating_point() else t)
-    assert isinstance(new, PackedSequence)
-    assert torch.equal(new.data, packed.data * 2)
-    assert new.batch_sizes is packed.batch_sizes
-    output, _ = nn.LSTM(2, 2)(new)
-    assert isinstance(output, PackedSequence)
-
-
-def test_a_tuple_subclass_with_its_own_constructor_does_not_raise():
-    """A tuple type that takes other arguments than its items must not break the model that returns it."""
-
-    class Boxes(tuple):
-        def __new__(cls, boxes, scores):
-            return super().__new__(cls, (boxes, scores))
-
-    new = replace(Boxes(torch.ones(1), torch.zeros(1)), double)
-    assert type(new) is Boxes
-    assert new[0].item() == 2
-
-
-def test_a_list_that_contains_itself_does_not_hang():
-    """A structure with a cycle ends; what is in the cycle may be left alone."""
-    value: list[object] = [torch.ones(1)]
-    value.append(value)
-    assert len(tensors_in(value)) == 1
-    assert len(replace(value, double)) == 2
-
-
-def test_a_container_nobody_knows_is_left_alone():
-    """A cache object is one leaf, the very same afterwards."""
-    value = Opaque(torch.ones(1))
-    assert list(leaves(value)) == [("", value)]
-    assert replace([value], double)[0] is value
 
 
 @settings(deadline=None, max_examples=100)

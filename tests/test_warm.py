@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import helpers_warm
 import pytest
 from helpers_warm import WarmPopen, run_warm
 
@@ -67,18 +65,3 @@ def test_signals_reach_it_and_end_it_as_ever(number: signal.Signals) -> None:
         assert started.poll() is None
         started.send_signal(number)
         assert started.wait(600) == -number
-
-
-def test_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by ``subprocess.run``."""
-    started: list[WarmPopen] = []
-
-    class Kept(WarmPopen):
-        def communicate(self, *args: Any, **options: Any) -> Any:
-            started.append(self)
-            return super().communicate(*args, **options)
-
-    monkeypatch.setattr(helpers_warm, "WarmPopen", Kept)
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_warm([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.1, capture_output=True)
-    assert [one.returncode for one in started] == [-signal.SIGKILL]

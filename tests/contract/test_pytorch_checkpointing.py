@@ -255,3 +255,14 @@ def test_under_checkpointing_gradient_hooks_carry_the_index_of_the_logical_call(
     first, second = (0, 1) if use_reentrant else (1, 0)
     expected = [(first, [1.0, 1.0]), (second, [2.0, 2.0])]
     assert calls == [(step, *rest) for step in range(2) for rest in expected]
+
+
+@REENTRANT
+def test_a_checkpointed_model_counts_its_recompute_as_no_new_step(use_reentrant):
+    """If the hooked model itself is checkpointed, its second forward belongs to the step of the first."""
+    model, x, moments = mlp(), leaf(4, 3), []
+    handle = hl.attach(model, "0", lambda m, args, out, *, site: moments.append((site.step, site.recompute)))
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert moments == [(0, False), (0, True), (1, False), (1, True)]
+    assert handle.report().last_step == 1

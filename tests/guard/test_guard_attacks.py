@@ -257,3 +257,17 @@ def test_the_copies_of_a_rollback_are_gone_with_its_block(monkeypatch, wants_err
         assert not kept
     finally:
         gc.enable()
+
+
+def test_a_hook_on_a_module_that_was_taken_out_is_off():
+    """It is in the model again when hooks are looked for; so is one on a module that was put in."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    first, other, expected = model[0], nn.ReLU(), model(X)
+    with rollback(model):
+        hl.attach(model, "0", lambda module, args, output: output + 1)
+        del model[0]
+        model.append(other)
+        hl.attach(model, "1", lambda module, args, output: output + 1)
+    assert torch.equal(model(X), expected)
+    for module in (first, other):
+        hl.assert_no_hooks(module)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import hookline as hl
 from hookline.errors import CaptureError, HookReturnError
@@ -58,20 +57,6 @@ def test_an_index_by_axes_is_refused_where_tokens_are_rows(target: str, index: A
     hl.assert_no_hooks(model)
 
 
-def test_it_is_refused_in_compiled_code() -> None:
-    model = make_opt()
-    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
-    with (
-        pytest.raises(Exception, match="no axis for the batch"),
-        hl.patch(compiled, {FC2: hl.edits.ablate()}, index=(0, 2)),
-    ):
-        compiled(CLEAN)
-    with hl.patch(compiled, {FC2: hl.edits.ablate()}, index=2):
-        edited = compiled(CLEAN).logits
-    with hl.patch(model, {FC2: hl.edits.ablate()}, index=2):
-        assert torch.equal(edited, model(CLEAN).logits)
-
-
 def test_rows_are_tokens_and_an_ellipsis_is_a_unit() -> None:
     """What the message advises: a row patched before the changed token changes nothing, the one of the token does."""
     model = make_opt()
@@ -93,22 +78,3 @@ def test_rows_are_tokens_and_an_ellipsis_is_a_unit() -> None:
     with hl.capture(model, FC2, index=(..., 2)) as one_unit:
         model(CLEAN)
     assert one_unit[FC2].output.shape == (6,)
-
-
-def test_modules_without_a_role_and_other_shapes_are_not_asked() -> None:
-    """A unit of a named matrix, tokens of three dimensions, and the features of a model without tokens."""
-    opt = make_opt()
-    seen: list[Tensor] = []
-    with hl.patch(opt, {"model.decoder.layers.0.fc1": lambda part: seen.append(part) or part}, index=(slice(None), 2)):
-        opt(CLEAN)
-    with hl.capture(opt, role="resid", index=(slice(None), -1)) as cache:
-        opt(CLEAN)
-    assert [tuple(part.shape) for part in seen] == [(6,)]
-    assert {tuple(each.output.shape) for each in cache.values()} == {(1, 12)}
-    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    with (
-        hl.capture(plain, "0", index=(slice(None), 2)) as features,
-        hl.patch(plain, {"0": hl.edits.ablate(index=(0, 1))}),
-    ):
-        plain(torch.ones(2, 3))
-    assert features["0"].output.shape == (2,)

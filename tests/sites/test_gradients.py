@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +102,16 @@ def test_a_dict_of_the_caller_has_its_own_tensors_again_after_an_edited_call():
     assert cache["h"] is h
     assert seen == [[1.0, 1.0], [None, 2.0]]
     assert h.grad.item() == 6.0
+
+
+def test_what_an_observer_returns_is_no_input_of_a_call_with_gradient_hooks() -> None:
+    """The slot of observers also gives the inputs their gradients."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    expected = model(x)
+    seen: list[Any] = []
+    observer = hl.attach(model, lambda module, args: (args[0] * 0,), on="forward_pre", observe=True)
+    with observer, hl.attach(model, lambda module, given, out: seen.append(given), on="backward"):
+        output = model(x)
+        output.sum().backward()
+    assert torch.equal(output, expected)
+    assert len(seen) == 1

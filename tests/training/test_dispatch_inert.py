@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from helpers_hooks import intervention, observer
+from helpers_hooks import observer
 from helpers_training import differences, plain_step, train
 
 import hookline as hl
 from hookline.errors import HooklineWarning
-from hookline.guard.guard import Guard, GuardReceipt
 from hookline.lifecycle import manager as metric_output
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import TrainingHook
@@ -133,74 +130,6 @@ def test_a_sink_that_draws_random_numbers_leaves_the_run_as_it_is(monkeypatch):
     assert differences(plain_run(), train_beside(DrawingSink())) != []
 
 
-@pytest.mark.parametrize("number", range(10))
-def test_each_of_them_would_be_noticed(number):
-    """The negative control: a hook that wrongly calls itself pure changes the run."""
-    (liar,) = [hook for hook in hooks(pure=True) if hook.name == f"hook{number}"]
-    assert differences(plain_run(), run(observed(HookManager(hooks=[liar])))) != []
-
-
-class NoGuard:
-    """Undoes nothing: what a manager would be without its guard."""
-
-    def save(self, scopes, *, batch=None):
-        pass
-
-    def release(self):
-        pass
-
-    @contextmanager
-    def protecting(self, name, scope):
-        yield GuardReceipt(name, scope)
-
-
-def wreck(run_ctx, model_ctx):
-    """Train, perturb, switch modes, draw; leave all of it behind, and sometimes raise."""
-    model = model_ctx.model
-    F.cross_entropy(model(torch.randn(12, 6)), torch.randint(3, (12,))).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(parameter.grad, alpha=0.1)
-    model.eval()
-    random.random()
-    np.random.rand()
-    if run_ctx.step % 3 == 0:
-        raise ValueError("no")
-    return {"bias": model[0].bias[0]}
-
-
-def intervened(manager, make_guard):
-    """A step with interventions between forward and backward, and after it."""
-
-    def step(model, x, target):
-        tools = SimpleNamespace(model=model, guard=make_guard(model))
-        manager.advance_step()
-        loss = F.cross_entropy(model(x), target)
-        for point in (PRE_STEP, POST_STEP):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", HooklineWarning)
-                manager.fire(point, RunDataContext(point, 0, step=manager.global_step, model=model), tools)
-            if point is PRE_STEP:
-                loss.backward()
-
-    return step
-
-
-def test_interventions_between_forward_and_backward_and_after_leave_the_run_as_it_is():
-    """Though they train, perturb, draw and raise."""
-    manager = HookManager(hooks=[intervention("wreck", PRE_STEP, POST_STEP, do=wreck)], on_error="warn")
-    assert differences(plain_run(), run(intervened(manager, Guard))) == []
-    assert manager.hooks.fired["wreck"] == 48
-    assert manager.hooks.errors == {"wreck": 16}
-
-
-def test_the_same_interventions_without_a_guard_would_be_noticed():
-    """The negative control; after the backward alone, since before it torch itself objects."""
-    manager = HookManager(hooks=[intervention("wreck", POST_STEP, do=wreck)], on_error="warn")
-    changed = differences(plain_run(), run(intervened(manager, lambda model: NoGuard())))
-    assert "weight 0.weight" in changed
-
-
 class Random(TrainingHook):
     """Draws wherever it is called."""
 
@@ -237,20 +166,3 @@ def test_hooks_may_draw_whenever_the_manager_calls_them():
     assert streams() == before
     manager.get_hook("Random").draw()
     assert all(one != other for one, other in zip(streams(), before, strict=True))
-
-
-def test_an_observer_that_goes_through_the_loader_leaves_its_order_alone():
-    """The generator of a loader is a random stream of the run too."""
-    orders = []
-    for look in (False, True):
-        data = torch.utils.data.TensorDataset(torch.arange(6))
-        loader = torch.utils.data.DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(3))
-        hook = observer("a", do=lambda ctx: list(ctx.loader) and None)
-        manager = HookManager(hooks=[hook])
-        order = []
-        for epoch in range(3):
-            order += [int(batch) for (batch,) in loader]
-            if look:
-                manager.fire(HookPoint.POST_EPOCH, RunDataContext(HookPoint.POST_EPOCH, epoch, loader=loader))
-        orders.append(order)
-    assert orders[0] == orders[1]

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import threading
-import weakref
-from collections import deque
-
 import pytest
-import torch
 from helpers_hooks import context, fire, intervention, observer
-from helpers_waiting import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
-from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
-from hookline.phases import phase
 from hookline.when import HookPoint, StepSchedule
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -100,40 +89,6 @@ def test_a_window_that_is_none_is_refused(window):
 # -- phases, nesting, cost -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pure", [False, True])
-def test_what_a_hook_computes_is_not_training(pure):
-    """Trackers do not count a forward that an observer makes, also one that draws no random number."""
-    phases = []
-    manager = HookManager(hooks=[observer("a", do=lambda ctx: phases.append(phase()), pure=pure)])
-    fire(manager, POST_EPOCH)
-    assert phases == ["intervention"]
-    assert phase() == "train"
-
-
-def test_a_manager_fires_for_one_thread_at_a_time():
-    """A second thread is told so, instead of being taken for part of the first one's firing; later it may fire."""
-    began, may_end = threading.Event(), threading.Event()
-
-    def wait(ctx):
-        began.set()
-        assert may_end.wait(PATIENCE)
-        return {"x": 1}
-
-    manager = HookManager(hooks=[observer("slow", do=wait), observer("other", SNAPSHOT, returns={"y": 2})])
-    found = []
-    thread = threading.Thread(target=lambda: found.append(fire(manager, POST_EPOCH)))
-    thread.start()
-    assert began.wait(PATIENCE)
-    try:
-        with pytest.raises(LifecycleError, match=r"SNAPSHOT .*thread.* POST_EPOCH"):
-            fire(manager, SNAPSHOT)
-    finally:
-        may_end.set()
-        thread.join()
-    assert found == [{"slow/x": 1}]
-    assert fire(manager, SNAPSHOT) == {"other/y": 2}
-
-
 def test_what_is_no_context_of_that_point_is_refused():
     """Before any hook is called."""
     hook = observer("a")
@@ -148,19 +103,6 @@ def test_what_is_no_context_of_that_point_is_refused():
     windowed = observer("b", loop_points={"epoch": {POST_EPOCH: (0, 3)}})
     with pytest.raises(OptionError, match="takes a RunDataContext"):
         HookManager(hooks=[windowed], loop_type="epoch").fire(POST_EPOCH, lambda: None)
-
-
-def test_a_hook_may_mark_sections_though_the_loop_knows_of_no_profiler():
-    """And a profiler that the loop has given is kept."""
-
-    def compute(ctx):
-        with ctx.profiler.section("svd"):
-            return {"mine": ctx.profiler is manager.profiler}
-
-    manager = HookManager(hooks=[observer("a", do=compute)], profile_hooks=True)
-    assert fire(manager, POST_EPOCH) == {"a/mine": True}
-    assert manager.profiler.report()["svd"]["count"] == 1
-    assert fire(manager, POST_EPOCH, profiler=HookManager(profile_hooks=True).profiler) == {"a/mine": False}
 
 
 def test_a_hook_may_fire_another_point():
@@ -188,32 +130,6 @@ def test_interventions_without_a_model_context_are_told_of_once():
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert not done
     assert manager.hooks.fired == {"a": 2}
-
-
-def test_a_firing_that_is_over_frees_its_batch_at_once(caplog):
-    """Of an error that is passed over too; no search for circles: a batch on a GPU may be one too many until then."""
-    caplog.set_level(logging.CRITICAL + 1, "hookline")  # what pytest keeps of the log would hold on to the error
-
-    class Fails(TrainingHook):
-        hook_points = frozenset({POST_EPOCH})
-
-        def compute(self, ctx):
-            raise ValueError("no")
-
-    kept = observer("a", returns={"x": 1})
-    kept.seen = deque(maxlen=0)
-    manager = HookManager(hooks=[kept, Fails()], on_error="warn")
-    batch = torch.ones(3)
-    alive = weakref.ref(batch)
-    gc.disable()
-    try:
-        with pytest.warns(HooklineWarning, match="'Fails' raised"):
-            fire(manager, POST_EPOCH, batch_data=batch)
-        del batch
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert [receipt.error for receipt in manager.hooks.receipts] == ["", "ValueError: no"]
 
 
 @settings(deadline=None)
@@ -249,19 +165,6 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
 
 
 # -- a point that is named once -----------------------------------------------------------------------------------
-
-
-def test_fields_make_the_context_of_the_point_if_a_hook_is_due():
-    """The same that a context by hand would be; where nothing is due none is made."""
-    hook = observer("a", POST_STEP, returns={"x": 1})
-    manager = HookManager(hooks=[hook])
-    model = nn.Linear(2, 1)
-    assert manager.fire(POST_STEP, epoch=2, model=model, step=7, loss=torch.tensor(0.5)) == {"a/x": 1}
-    (ctx,) = hook.seen
-    assert (ctx.hook_point, ctx.epoch, ctx.step, ctx.loss) == (POST_STEP, 2, 7, 0.5)
-    assert ctx.model is model
-    assert manager.fire("POST_STEP", epoch=0) == {"a/x": 1}
-    assert manager.fire(POST_EPOCH, epoch=0) == {}
 
 
 @pytest.mark.parametrize(

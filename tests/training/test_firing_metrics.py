@@ -10,7 +10,7 @@ import torch
 from helpers_hooks import fire, observer
 from torch import nn
 
-from hookline.errors import HooklineWarning, MetricError
+from hookline.errors import MetricError
 from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint, StepSchedule
@@ -81,17 +81,6 @@ def test_what_is_buffered_at_the_end_goes_out_with_the_sinks():
     assert sink.latest == {"a/x": [1]}
 
 
-def test_what_nobody_has_flushed_is_placed_where_the_run_was():
-    """By the epoch, not by the number of steps."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", POST_STEP, returns={"x": 1})], sinks=[sink])
-    for step in range(6):
-        manager.advance_step()
-        fire(manager, POST_STEP, epoch=step // 3)
-    manager.flush_sinks()
-    assert [record.epoch for record in sink.records] == [1]
-
-
 def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
     """Though it is a weight, or a view of one, that goes on changing until the flush."""
     sink = MemorySink()
@@ -115,15 +104,6 @@ def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
         "a/view": [0.0, 10.0, 20.0],
         "a/buffer": [0.0, 100.0, 200.0],
     }
-
-
-def test_step_metrics_keep_no_graph_alive():
-    """A loss that is returned as it is does not hold on to the activations of its step."""
-    weight = torch.ones((), requires_grad=True)
-    manager = HookManager(hooks=[observer("a", POST_STEP, do=lambda ctx: {"loss": weight * 2})])
-    manager.advance_step()
-    metrics = fire(manager, POST_STEP)
-    assert not metrics["a/loss"].requires_grad
 
 
 def test_the_loops_own_metrics_go_out_beside_those_of_hooks():
@@ -154,30 +134,6 @@ def test_a_loop_that_counts_its_steps_itself_tells_them_by_the_position():
     ]
 
 
-class Raises(MemorySink):
-    def emit(self, metrics, epoch, hook_point):
-        raise OSError("disk full")
-
-    def set_run_context(self, **context):
-        raise OSError("disk full")
-
-
-def test_a_sink_that_cannot_begin_or_flush_does_not_take_the_run_down():
-    """Nor one that has neither method."""
-
-    class Bare:
-        def emit(self, metrics, epoch, hook_point):
-            pass
-
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", returns={"x": 1})], sinks=[Bare(), Raises(), sink])
-    with pytest.warns(HooklineWarning, match="Raises could not"):
-        manager.set_run_context(strategy="s")
-    manager.flush_sinks()
-    fire(manager, POST_EPOCH)
-    assert sink.records[0].context == {"strategy": "s"}
-
-
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
@@ -200,14 +156,3 @@ def test_a_metric_that_no_sink_can_write_is_an_error_that_names_the_hook(returne
     with pytest.raises(MetricError, match=words):
         fire(manager, POST_EPOCH)
     assert sink.latest == {"good/x": 1}
-
-
-def test_where_warnings_are_errors_every_sink_has_its_metrics_first():
-    """The warning comes when all have had their turn."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", returns={"x": 1})], sinks=[Raises(), sink])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(HooklineWarning, match="Raises could not take metrics"):
-            fire(manager, POST_EPOCH)
-    assert sink.latest == {"a/x": 1}

@@ -16,7 +16,6 @@ from hookline.errors import (
 )
 from hookline.lifecycle.manager import HookManager, record
 from hookline.metta.trackers import ReLUActivationState
-from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint
 
@@ -131,26 +130,6 @@ def test_a_tracker_reports_at_the_end_of_an_epoch_and_starts_anew():
         assert [record.metrics for record in sink.records] == [{"Count/count": 3}] * 2
 
 
-def test_a_watch_is_a_hook():
-    """Its statistics go where all metrics go; a forward that an observer makes does not count."""
-    model = nn.Linear(2, 2)
-    sink = MemorySink()
-    fires = []
-    with watch(model, on="forward", stats=("mean",)) as seen:
-        looks = observer("looks", do=lambda ctx: {"x": ctx.model(torch.ones(1, 2)).sum()})
-        manager = HookManager(hooks=[looks, seen], sinks=[sink])
-        for epoch in range(2):
-            manager.advance_step()
-            model(torch.ones(1, 2))
-            fires.append(sum(seen.report()["fired"].values()))
-            fire(manager, POST_EPOCH, epoch, model=model)
-    expected = model(torch.ones(1, 2)).mean().item()
-    (key,) = (key for key in sink.latest if key.endswith("forward/mean"))
-    assert key.startswith("watch/")
-    assert sink.latest[key] == pytest.approx(expected)
-    assert fires == [1, 1]
-
-
 # -- record --------------------------------------------------------------------------------------------------
 
 
@@ -187,20 +166,6 @@ def test_what_is_recorded_or_emitted_is_checked_like_what_hooks_return():
         record("x", {1})
     with pytest.raises(MetricError, match=r"emit_metrics\(\) was given an object as 'y'"):
         manager.emit_metrics({"y": object()}, 0, SNAPSHOT)
-
-
-def test_records_belong_to_the_manager_whose_step_it_is():
-    """Another that fires in between takes nothing of them away."""
-    one, other = MemorySink(), MemorySink()
-    manager = HookManager(sinks=[one])
-    second = HookManager(hooks=[observer("b", do=lambda ctx: record("inside", 2.0))], sinks=[other])
-    manager.advance_step()
-    fire(second, POST_EPOCH)
-    record("outside", 1.0)
-    manager.flush_sinks()
-    second.flush_sinks()
-    assert [r.metrics for r in one.records] == [{"outside": [1.0]}]
-    assert [r.metrics for r in other.records] == [{"b/inside": 2.0}]
 
 
 def test_record_without_a_manager_is_an_error():

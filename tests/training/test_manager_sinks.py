@@ -14,15 +14,12 @@ from helpers_hooks import fire, observer
 from helpers_sinks import Slow
 from helpers_training import differences, plain_step, train
 
-from hookline.errors import OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
-from hookline.records.log import Context, FanOut, read_log
+from hookline.records.log import Context, read_log
 from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
-from hookline.testing import small_experiment
-from hookline.training import Checkpoints, epoch_loop
 from hookline.when import HookPoint
 
 PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = (
@@ -131,42 +128,6 @@ def test_in_the_step_loop_a_flush_belongs_to_its_last_step():
     ]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "10"])
-def test_an_interval_that_is_none_is_refused(wrong):
-    """Before the run."""
-    with pytest.raises(OptionError, match=r"flush_every= is a number of steps, 1 or more, or None; got"):
-        HookManager(flush_every=wrong)
-
-
-def test_a_fan_out_may_be_given_instead_of_sinks_but_not_beside_a_log(tmp_path):
-    """It is the one that is used, and the step log joins it."""
-    sink = MemorySink()
-    fan_out = FanOut([sink], log=tmp_path / "records.jsonl")
-    with HookManager(hooks=hooks(), sinks=fan_out, step_metrics_log=tmp_path / "steps.jsonl") as manager:
-        assert manager.fan_out is fan_out
-        run(manager, steps=3)
-    assert len(sink.records) == len(list(read_log(tmp_path))) == 2
-    line = json.loads((tmp_path / "steps.jsonl").read_text())
-    assert (line["hook_point"], line["steps"], line["step/x"]) == ("POST_STEP", {"step/x": [0, 1, 2]}, [0.0, 1.0, 2.0])
-    with pytest.raises(OptionError, match=r"log= was given beside a FanOut.*FanOut\(sinks, log=\.\.\.\)"):
-        HookManager(sinks=fan_out, log="elsewhere.jsonl")
-
-
-def test_costs_are_counted_for_every_hook_that_was_called():
-    """Without a profiler; a hook that takes longer costs more, and one that never ran is not there."""
-    slow = observer("slow", POST_EPOCH, do=lambda ctx: sum(range(200_000)) and None)
-    quick, never = observer("quick", POST_EPOCH), observer("never", SNAPSHOT)
-    manager = HookManager(hooks=[slow, quick, never])
-    assert manager.hooks.costs() == {}
-    for epoch in range(3):
-        fire(manager, POST_EPOCH, epoch)
-    costs = manager.hooks.costs()
-    assert set(costs) == {"slow", "quick"}
-    assert costs["slow"]["count"] == costs["quick"]["count"] == 3
-    assert costs["slow"]["total_ms"] > costs["quick"]["total_ms"] > 0
-    assert costs["slow"]["mean_ms"] == costs["slow"]["total_ms"] / 3
-
-
 @pytest.mark.parametrize("stop", [2, 4, 5])
 @pytest.mark.parametrize("flush_every", [None, 2])
 def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, stop, flush_every):
@@ -243,19 +204,3 @@ def test_the_comparison_of_runs_sees_what_a_sink_could_do(tmp_path):
     with HookManager(hooks=watching(), log=tmp_path / "records.jsonl") as manager:
         spoiled = train(observed(manager, spoil=lambda: torch.rand(1)), steps=24)
     assert "weight 0.weight" in differences(train(plain_step, steps=24), spoiled)
-
-
-def test_each_of_two_loops_has_its_log_beside_its_checkpoints(tmp_path):
-    """Also where one manager serves both; a log that the manager was given takes both."""
-    own, given = HookManager(hooks=hooks(), sinks=[Keeps()]), HookManager(hooks=hooks(), log=tmp_path / "all.jsonl")
-    for name, manager in {"own": own, "given": given}.items():
-        for number, epochs in enumerate((1, 2)):
-            folder = tmp_path / f"{name} {number}"
-            epoch_loop(small_experiment(), epochs=epochs, manager=manager, checkpoints=Checkpoints(folder))
-        manager.close()
-    epochs = [
-        [entry.epoch for entry in read_log(tmp_path / f"own {number}" / "records.jsonl") if isinstance(entry, Record)]
-        for number in range(2)
-    ]
-    assert [sorted(set(found)) for found in epochs] == [[0], [0, 1]]
-    assert not list(tmp_path.glob("given */records.jsonl"))

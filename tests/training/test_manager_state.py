@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
-from helpers_hooks import PathLength, context, fire, observer
+from helpers_hooks import PathLength, fire, observer
 from safetensors.torch import save_file
 
 from hookline.errors import (
     HooklineWarning,
-    HookNameError,
-    MetricError,
     OptionError,
 )
 from hookline.lifecycle.hook import TrainingHook
-from hookline.lifecycle.manager import HookManager, record
+from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint, StepSchedule
 
@@ -205,75 +203,6 @@ def test_a_hook_that_cannot_take_its_reference_weights_has_raised(policy, caplog
 # -- offloading, profiling, the log of steps -----------------------------------------------------------------
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that says it is on another device, and moves when asked."""
-
-    place = torch.device("cuda:1")
-
-    @property
-    def device(self):
-        return self.place
-
-    def to(self, device):
-        moved = self.detach().clone().as_subclass(Elsewhere)
-        moved.place = torch.device(device)
-        return moved
-
-
-def test_state_tensors_wait_on_the_cpu_and_come_back_to_where_they_were():
-    """Also at points that are fired without a model; metrics are the same."""
-    where = []
-
-    class Keeps(PathLength):
-        hook_points = {POST_STEP, POST_EPOCH}
-
-        def reset(self):
-            self.length = torch.zeros(()).as_subclass(Elsewhere)
-            self.window = deque(maxlen=3)
-
-        def compute(self, ctx):
-            where.append(self.length.device)
-            self.length = (self.length + 1).as_subclass(Elsewhere)
-            self.window.append(self.length)
-            return {"length": float(self.length), "window": len(self.window)}
-
-    hook = Keeps()
-    manager = HookManager(hooks=[hook], offload_state=True)
-    for number, point in enumerate((POST_STEP, POST_EPOCH, POST_STEP), 1):
-        assert fire(manager, point)["Keeps/length"] == number
-        assert hook.length.device == torch.device("cpu")
-        assert [kept.device for kept in hook.window] == [torch.device("cpu")] * number
-        assert hook.window.maxlen == 3
-    assert where == [torch.device("cuda:1")] * 3
-
-
-def test_a_hook_that_runs_keeps_its_tensors_where_it_works():
-    """Though inside of it the state is saved and another point is fired, at which it is due as well."""
-
-    class Saves(TrainingHook):
-        hook_points = frozenset({POST_EPOCH, SNAPSHOT})
-        kept = torch.zeros(()).as_subclass(Elsewhere)
-
-        def compute(self, ctx):
-            if ctx.hook_point is POST_EPOCH:
-                fire(self.manager, SNAPSHOT)
-                self.manager.state_dict()
-                return {"on": str(self.kept.device)}
-            return {}
-
-        def get_state_tensors(self):
-            return {"kept": self.kept}
-
-        def set_state_tensors(self, tensors):
-            self.kept = tensors["kept"]
-
-    hook = Saves()
-    manager = HookManager(hooks=[hook], offload_state=True)
-    for _ in range(2):
-        assert fire(manager, POST_EPOCH) == {"Saves/on": "cuda:1"}
-        assert hook.kept.device == torch.device("cpu")
-
-
 def test_state_of_any_structure_is_saved_without_its_graph():
     """Also in dictionaries of other kinds, which stay what they are."""
 
@@ -321,35 +250,6 @@ def test_options_of_the_wrong_kind_are_refused(options, words):
         HookManager(**options)
 
 
-def test_names_that_are_no_text_are_refused():
-    """Of hooks, and of metrics."""
-    with pytest.raises(HookNameError, match="Unknown hook: None"):
-        HookManager([None])
-    manager = HookManager()
-    manager.advance_step()
-    with pytest.raises(MetricError, match="the name 3; names of metrics are strings"):
-        record(3, 1.0)
-
-
-def test_the_profiler_has_each_hook_and_what_hooks_mark():
-    """With ``profile_hooks``; the longest first, and it prints."""
-
-    def compute(ctx):
-        with ctx.profiler.section("inside"):
-            return {"x": 1}
-
-    manager = HookManager(hooks=[observer("a", do=compute)], profile_hooks=True)
-    for _ in range(3):
-        manager.fire(POST_EPOCH, context(profiler=manager.profiler))
-    report = manager.profiler.report()
-    assert list(report) == ["a", "inside"]
-    assert report["a"]["count"] == 3
-    assert report["a"]["total_ms"] == pytest.approx(3 * report["a"]["mean_ms"])
-    assert str(manager.profiler).splitlines()[0].split() == ["section", "count", "total", "ms", "mean", "ms"]
-    manager.profiler.reset()
-    assert manager.profiler.report() == {}
-
-
 def test_step_metrics_are_written_as_lines_of_json(tmp_path):
     """With their steps; NaN and infinity as words, so that any parser reads them."""
     values = iter([1.0, float("nan"), float("inf")])
@@ -363,34 +263,3 @@ def test_step_metrics_are_written_as_lines_of_json(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["a/x"] for line in lines] == [[1.0], ["NaN"], ["Infinity"]]
     assert (lines[2]["epoch"], lines[2]["hook_point"], lines[2]["steps"]) == (2, "POST_STEP", {"a/x": [2]})
-
-
-def test_a_saved_state_does_not_change_with_the_run():
-    """Kept in memory, it is what it was when it was taken; so is the one it is loaded from."""
-    manager = made()
-    run(manager, 2)
-    state = manager.state_dict()
-    manager.get_hook("path").length.add_(100)
-    manager.get_hook("path").window.clear()
-    assert state["hooks"]["path"]["length"] == 2
-    assert len(state["hooks"]["path"]["window"]) == 2
-    manager.load_state_dict(state)
-    manager.get_hook("path").length.add_(100)
-    assert state["hooks"]["path"]["length"] == 2
-
-
-def test_offloaded_state_is_saved_as_it_will_be_needed():
-    """On its own device, since a resumed run has nowhere else to know it from; the hook's stays on the CPU."""
-
-    class Keeps(PathLength):
-        def compute(self, ctx):
-            self.length = torch.zeros(()).as_subclass(Elsewhere)
-
-    hook = Keeps()
-    manager = HookManager(hooks=[hook], offload_state=True)
-    run(manager, 1)
-    sent = []
-    hook.state_dict = lambda: sent.append(hook.length.device) or {}
-    manager.state_dict()
-    assert sent == [torch.device("cuda:1")]
-    assert hook.length.device == torch.device("cpu")

@@ -40,11 +40,6 @@ def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
     ]
 
 
-def test_a_plan_without_hooks_says_so():
-    """Rather than printing an empty table."""
-    assert str(HookManager().plan) == "no hooks"
-
-
 def test_hooks_that_the_run_never_fires_are_named():
     """Those that have some of their points are not."""
     hooks = [observer("ends", POST_EPOCH), observer("both", POST_EPOCH, POST_STEP), observer("shots", SNAPSHOT)]
@@ -79,22 +74,6 @@ def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
             manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
     manager.plan.use_loop("epoch")
     assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
-
-
-def test_a_schedule_of_ones_own_is_printed_as_it_prints():
-    """Whatever attributes it has."""
-
-    class Odd:
-        mode = "odd"
-
-        def is_active(self, step):
-            return step % 2 == 1
-
-        def __str__(self):
-            return "odd steps"
-
-    manager = HookManager(hooks=[observer("a", HookPoint.POST_STEP, step_schedule=Odd())])
-    assert [row.when for row in manager.plan.rows] == ["odd steps"]
 
 
 # -- what loops ask ------------------------------------------------------------------------------------------

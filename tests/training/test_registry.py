@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import types
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from helpers_waiting import PATIENCE
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
-from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, MetricInfo, TrainingHook
+from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
 from hookline.lifecycle.registry import HookRegistry
 from hookline.when import HookPoint
 
@@ -79,14 +76,6 @@ def test_register_gives_the_class_back_untouched_and_makes_no_hook(registry):
         registry.create("other")
 
 
-def test_a_hook_made_under_another_name_reports_under_it(registry):
-    """The name it is selected by is the name of its metrics."""
-    registry.register("lengths")(Norms)
-    (hook,) = registry.create(["lengths"])
-    assert hook.name == "lengths"
-    assert Norms.name == "norms"
-
-
 def test_the_same_class_again_replaces_and_another_is_an_error(registry):
     """A notebook cell may run twice; two hooks may not share a name."""
 
@@ -150,34 +139,6 @@ def test_an_argument_that_a_hook_does_not_take_is_named(three):
         three.create("norms", {"hessian": {}})
 
 
-def test_info_says_what_each_hook_is(three):
-    """Debug hooks included; the description falls back to the docstring."""
-    info = three.get_all_info()
-    assert info["norms"] == {
-        "kind": "observer",
-        "description": "Lengths of gradients.",
-        "debug": False,
-        "hook_points": ["POST_EPOCH"],
-        "needs": ["needs_grads"],
-    }
-    assert info["hessian"]["description"] == "products with the Hessian"
-    assert info["hessian"]["kind"] == "intervention"
-    assert info["validator"]["debug"] is True
-
-
-def test_metrics_are_described_by_the_hook(registry):
-    """Name, meaning, formula; a hook that says nothing has nothing to show."""
-
-    @registry.register
-    class Described(Norms):
-        def describe_metrics(self):
-            return [MetricInfo("norm", "length of the gradient", formula=f"‖g‖_{self.order}")]
-
-    registry.register(Norms)
-    assert registry.describe("Described") == [MetricInfo("norm", "length of the gradient", "‖g‖_2")]
-    assert registry.describe("norms") == []
-
-
 def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
     """Naming a built-in hook costs nothing."""
     registry.register_path("elsewhere", "made_up_module_of_hooks:Norms")
@@ -186,27 +147,6 @@ def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
     module.Norms = Norms
     monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
     assert registry.get("elsewhere") is Norms
-
-
-def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
-    """While one imports the module, which takes a while, the other waits for the same class."""
-    inside, may_go_on = threading.Event(), threading.Event()
-
-    class Slow(types.ModuleType):
-        def __getattr__(self, name):
-            inside.set()
-            assert may_go_on.wait(PATIENCE)
-            return Norms
-
-    monkeypatch.setitem(sys.modules, "my_slow_hooks", Slow("my_slow_hooks"))
-    registry.register_path("norms", "my_slow_hooks:Norms")
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(registry.get, "norms")
-        assert inside.wait(PATIENCE)
-        second = pool.submit(registry.get, "norms")
-        wait([second], timeout=0.2)  # on the old code it has failed by now
-        may_go_on.set()
-        assert first.result() is second.result() is Norms
 
 
 def test_a_name_that_is_taken_by_a_path_or_a_word_is_refused(registry):

@@ -89,16 +89,6 @@ def flat(value: Any) -> Any:
     return {"hidden": flat(value.hidden), "note": value.note} if isinstance(value, Record) else value
 
 
-def test_a_list_that_others_go_on_filling_is_kept_as_it_was():
-    """Containers are copied: what happens to the module's own list or dict afterwards is not captured."""
-    outputs: list[Any] = []
-    model = nn.Sequential(Returns(lambda x: outputs), Returns(lambda seen: seen.append(X)))
-    with hl.capture(model, "0") as cache:
-        model(X)
-    assert len(outputs) == 1
-    assert cache["0"].output == []
-
-
 def test_inputs_and_keyword_arguments_are_kept_on_request():
     model = nn.Sequential(Returns(lambda x: x + 1))
     with (
@@ -201,51 +191,6 @@ def test_stop_ends_the_forward_after_the_last_target(options):
     assert not model.went_on
     assert cache["first"].output.shape == (2, 3)
     hl.assert_no_hooks(model)
-
-
-def test_stop_waits_for_every_target_and_leaves_normally_if_one_never_comes():
-    """Containers, which are never called, are not waited for."""
-    model = stack()
-    with hl.capture(model, ["a", "c"], stop=True) as cache:
-        model(X)
-    assert cache.names == ("a", "c")
-    nested = nn.Sequential(OrderedDict(layers=nn.ModuleList([nn.Linear(3, 3)])))
-    nested.forward = lambda x: nested.layers[0](x) + 1
-    reached = []
-    with hl.capture(nested, "layers*", stop=True) as cache:
-        nested(X)
-        reached.append("never")
-    assert cache.ended_early
-    assert "ended the block" in repr(cache)
-    model.forward = lambda x: model.a(x)
-    waiting = hl.capture(model, ["a", "c"], stop=True)
-    with pytest.warns(hl.errors.HookNeverFired, match="'c'"), waiting:  # noqa: PT031
-        model(X)
-        reached.append("one target never comes")
-    assert reached == ["one target never comes"]
-    assert cache.names == ("layers.0",)
-
-
-def test_stop_belongs_to_its_own_block():
-    """An inner block does not swallow the stop of an outer one, nor errors of the user's."""
-    model, ran = stack(), []
-    with hl.capture(model, "a", stop=True) as outer:
-        with hl.capture(model, "c", stop=True):
-            model(X)
-        ran.append("between")
-    assert ran == []
-    assert outer["a"].output.shape == (2, 4)
-    with pytest.raises(ZeroDivisionError), hl.capture(model, "a", stop=True):
-        1 / 0
-
-
-def test_stop_needs_a_with_block():
-    """Without one there is nothing to leave, and it says so."""
-    model = stack()
-    cache = hl.capture(model, "a", stop=True)
-    with pytest.raises(hl.errors.OptionError, match=r"with hl\.capture"):
-        model(X)
-    cache.remove()
 
 
 # -- bad input -----------------------------------------------------------------------------------------------

@@ -102,18 +102,6 @@ def test_compiled_captures_have_the_values_of_an_eager_run(backend, late):
                 torch.testing.assert_close(other, one, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_hooks_that_come_and_go_do_not_compile_anew_each_time():
-    model = Net()
-    call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        for step in range(4):
-            with hl.capture(model, "layers.#") as cache:
-                output = call(batch(step))
-            assert len(cache["layers.1"].calls) == 2
-            assert torch.equal(call(batch(step)), output)
-    assert counters["stats"]["unique_graphs"] == 2
-
-
 def test_compiled_values_are_copies_without_a_graph():
     """So an in-place operation behind them, or memory that is used again, does not reach them."""
     model = Net()

@@ -174,51 +174,6 @@ def test_gradients_of_reentrant_checkpoints_are_an_error(how):
         cache["layer"].calls[0].grad
 
 
-def test_a_module_that_calls_itself_has_its_gradients_in_order():
-    """Calls end from the inside out, gradients are counted from the outside in."""
-
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            return (self(x, depth - 1) if depth else x) * self.scale * 2
-
-    model = nn.Sequential(Nested())
-    with hl.capture(model, "0", grads=True, inputs=True) as cache:
-        model(x()).sum().backward()
-    calls = cache["0"].calls
-    assert [call.inputs[1] if len(call.inputs) > 1 else 2 for call in calls] == [0, 1, 2]
-    assert [call.grad[0, 0].item() for call in calls] == [4.0, 2.0, 1.0]
-
-
-def test_calls_that_raise_in_the_middle_of_others_do_not_mix_them_up():
-    """A module that calls itself, whose inner call raises and is caught: the outer call keeps its own inputs."""
-
-    class Tries(nn.Module):
-        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-            if depth == 0:
-                raise ValueError("too deep")
-            try:
-                return self(x * 2, depth - 1)
-            except ValueError:
-                return x * 1
-
-    model = Tries()
-    with hl.capture(model, "", grads=True, inputs=True) as cache:
-        for _ in range(2):
-            model(x()).sum().backward()
-        with pytest.raises(ValueError, match="too deep"):
-            model(x(), 0)
-        model(x()).sum().backward()
-    calls = cache[""].calls
-    assert [len(call.inputs) for call in calls] == [2, 2, 1] * 3
-    assert all(torch.equal(call.output, x() * 4) for call in calls)
-    scales = [4.0, 2.0, 1.0] * 3
-    assert all(torch.equal(call.inputs[0], x() * scale) for call, scale in zip(calls, scales, strict=True))
-
-
 def test_clear_lets_the_memory_go_and_drops_late_gradients():
     """Also of calls that still wait for a gradient, and of calls that no gradient can come to."""
     model = nn.Sequential(nn.Linear(3, 3))

@@ -124,18 +124,3 @@ def test_the_backward_may_run_in_another_thread():
         thread.start()
         thread.join()
     assert cache["1"].grad is not None
-
-
-def test_the_replicas_of_data_parallel_are_captured_for_the_process():
-    """A replica is another module with the same hooks; its calls go by the name of the original."""
-    model = stack()
-    with hl.capture(model, "1", scope="process") as cache, hl.capture(model, "1", inputs=True, scope="process") as both:
-        replica = model._replicate_for_data_parallel()
-        replica._modules = {key: child._replicate_for_data_parallel() for key, child in model._modules.items()}
-        for child in replica._modules.values():
-            child._parameters = {}
-            for name, parameter in (model[1] if isinstance(child, nn.Linear) else nn.Identity()).named_parameters():
-                setattr(child, name, parameter.detach())
-        output = nn.Sequential.forward(replica, torch.ones(1, 2))
-    assert torch.equal(cache["1"].output.tanh(), output)
-    assert torch.equal(both["1"].inputs[0], torch.ones(1, 2))

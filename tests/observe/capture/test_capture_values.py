@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, UserDict
-from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers_modules import Returns
-from torch import Tensor, nn
+from torch import nn
 
 import hookline as hl
 from hookline.errors import CaptureError
@@ -170,101 +167,10 @@ def test_floating_point_tensors_are_cast_and_others_kept():
     assert torch.equal(output["hidden"], (X * 2).bfloat16())
 
 
-def test_values_are_moved_to_a_device():
-    """To the meta device only shapes and types are left, which costs no memory."""
-    model = nn.Sequential(both())
-    with hl.capture(model, "0", device="meta") as cache:
-        model(X)
-    assert cache["0"].output["hidden"].is_meta
-    assert cache["0"].output["hidden"].shape == X.shape
-    with hl.capture(model, "0", device="cpu") as cache:  # where it is already
-        output = model(X)
-    assert cache["0"].output["hidden"] is output["hidden"]
-
-
 # -- the run is left alone -----------------------------------------------------------------------------------
 
 
-class Wrapped(MutableMapping):
-    """A mapping whose copies share what is inside."""
-
-    def __init__(self, **items: Any) -> None:
-        self.inside = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.inside[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.inside[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.inside[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.inside)
-
-    def __len__(self) -> int:
-        return len(self.inside)
-
-
-@dataclasses.dataclass
-class Record:
-    hidden: Tensor
-
-
-CONTAINERS = {
-    "dict": lambda x: {"hidden": x},
-    "ordered": lambda x: OrderedDict(hidden=x),
-    "user's": lambda x: UserDict(hidden=x),
-    "mapping": lambda x: Wrapped(hidden=x),
-    "list": lambda x: [x],
-    "dataclass": lambda x: Record(x),
-}
-
-
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_parts_and_copies_do_not_get_into_the_run(make):
-    """What goes on through the model is the module's own container with its own tensors."""
-
-    class Makes(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            self.made = make(x)
-            return self.made
-
-    model = nn.Sequential(Makes())
-    with hl.capture(model, "0", index=0, dtype="float64") as cache:
-        output = model(X)
-
-    def inside(value: Any) -> Tensor:
-        return value.hidden if isinstance(value, Record) else value[0 if isinstance(value, list) else "hidden"]
-
-    assert output is model[0].made
-    assert inside(output) is X
-    assert torch.equal(inside(cache["0"].output), X[0].double())
-
-
 # -- what is not kept ----------------------------------------------------------------------------------------
-
-NO_NUMBERS = {
-    "vmap": lambda model: torch.vmap(model)(X),
-    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
-    "export": lambda model: torch.export.export(model, (X,)),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"clone": True}, {"inputs": True, "grads": True}])
-@pytest.mark.parametrize("case", NO_NUMBERS)
-@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
-def test_tensors_without_numbers_are_not_kept(case, options):
-    """Those of transforms and of an export; the error says so, and an ordinary run beside them is captured."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    with hl.capture(model, "#", **options) as cache:
-        NO_NUMBERS[case](model)
-        assert len(cache) == 0
-        with pytest.raises(CaptureError, match=r"Nothing was captured of '0': its calls were inside of a transform"):
-            cache["0"].output
-        model(X).sum().backward()
-    assert torch.equal(cache["1"].output, model(X))
 
 
 @pytest.mark.parametrize("options", [{}, {"inputs": True, "grads": True}])

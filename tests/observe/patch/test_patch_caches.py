@@ -46,28 +46,6 @@ def test_a_glob_takes_each_sites_own_activation():
     assert all(torch.equal(after[name].output, cache[name].output) for name in ("layers.0", "layers.1", "layers.2"))
 
 
-def test_a_cache_that_holds_the_part_alone_is_taken_as_it_is():
-    """A capture with the same index keeps nothing else."""
-    model, clean, corrupted = _runs()
-    last = (slice(None), -1)
-    with torch.no_grad(), hl.capture(model, "layers.#") as whole, hl.capture(model, "layers.#", index=last) as part:
-        model(clean)
-    assert part["layers.1"].output.shape == (2, 4)
-    with hl.patch(model, {"layers.1": hl.edits.swap(part, index=last)}):
-        found = model(corrupted)
-    with hl.patch(model, {"layers.1": hl.edits.swap(whole, index=last)}):
-        assert torch.equal(model(corrupted), found)
-
-
-def test_one_clean_run_serves_a_batch():
-    """What was captured with a batch of one is put into each of several."""
-    model, clean, corrupted = _runs()
-    with torch.no_grad(), hl.capture(model, "layers.1") as cache:
-        expected = model(clean[:1])
-    with hl.patch(model, {"layers.1": hl.edits.swap(cache)}):
-        torch.testing.assert_close(model(corrupted), expected.expand(2, 3, 2))
-
-
 def test_inputs_are_swapped_for_inputs():
     """On inputs the cache is asked for those."""
     model, clean, corrupted = _runs()
@@ -93,24 +71,6 @@ def test_a_cache_of_several_calls_does_not_say_which(kind):
             assert torch.equal(model(torch.randn(2, 3, 4)), expected)
 
 
-def test_a_shared_module_is_found_under_any_of_its_names():
-    shared = nn.Linear(4, 4)
-    model = nn.ModuleDict({"first": shared, "second": shared})
-    with hl.patch(model, {"second": hl.edits.swap({"second": torch.ones(4)})}):
-        assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
-    with hl.patch(model, {"second": hl.edits.swap({"first": torch.ones(4)})}):
-        assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
-
-
-def test_what_was_captured_in_inference_mode_can_be_swapped_in_training():
-    model, clean, corrupted = _runs()
-    with torch.inference_mode(), hl.capture(model, "layers.#") as cache:
-        model(clean)
-    with hl.patch(model, {"layers.1": hl.edits.swap(cache), "layers.0": hl.edits.mean_ablate(cache)}):
-        model(corrupted).sum().backward()
-    assert model.layers[2].mlp.weight.grad.any()
-
-
 # -- means ---------------------------------------------------------------------------------------------------------
 
 
@@ -128,13 +88,6 @@ def test_the_mean_is_one_number_for_each_unit():
     found = _mean_put_in(image, (2, 3, 4, 4))
     torch.testing.assert_close(found, image.mean((0, 2, 3)).view(1, 3, 1, 1).expand(2, 3, 4, 4))
     assert torch.equal(_mean_put_in(given[0, 0], (2, 3, 4)), given[0, 0].expand(2, 3, 4))
-
-
-@pytest.mark.parametrize(("dims", "over"), [(0, (0,)), ((0, -2), (0, 1)), ([-1], (2,)), ((), ())])
-def test_other_dimensions_can_be_averaged_over(dims, over):
-    given = torch.randn(2, 3, 4)
-    expected = given.mean(over, keepdim=True) if over else given
-    torch.testing.assert_close(_mean_put_in(given, (2, 3, 4), dims=dims), expected.expand(2, 3, 4))
 
 
 def test_the_mean_of_low_precision_is_taken_in_float32():
@@ -155,28 +108,6 @@ def test_calls_of_all_forwards_count_by_their_size():
     with hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
         model(inputs[0])
     torch.testing.assert_close(after["layers.0"].output, torch.cat(rows).mean(0).expand(2, 3, 4))
-
-
-def test_a_mean_of_a_part_is_put_there_alone():
-    """The mean keeps the number of dimensions, so that any part of it can be taken."""
-    given = torch.randn(5, 7, 4)
-    found = _mean_put_in(given, (2, 3, 4), index=(slice(None), 1, slice(0, 2)))
-    assert not found[:, 0].any()
-    assert not found[:, 1, 2:].any()
-    torch.testing.assert_close(found[:, 1, :2], given.mean((0, 1))[:2].expand(2, 2))
-
-
-MEANS = {
-    "no such dimension": (torch.ones(2, 3), {"dims": 2}, r"dims=\(2,\)\): '' has 2 dimensions"),
-    "nothing": (torch.ones(0, 3), {}, "nothing to average for ''"),
-}
-
-
-@pytest.mark.parametrize("case", MEANS)
-def test_a_mean_that_cannot_be_taken_is_said_when_the_patch_is_put_on(case):
-    given, options, message = MEANS[case]
-    with pytest.raises(hl.errors.OptionError, match=message):
-        _mean_put_in(given, (2, 3), **options)
 
 
 def test_calls_that_differ_elsewhere_have_no_mean():

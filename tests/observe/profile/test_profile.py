@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers_profile import (
-    Calls,
     Spend,
     Stopwatch,
     Work,
-    calls,
     leaf,
     own,
     profiled,
@@ -19,7 +15,7 @@ from helpers_profile import (
     times,
     tower,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -67,33 +63,6 @@ def test_reset_begins_anew(stopwatch: Stopwatch) -> None:
     stopwatch.advance(5)
     assert prof.rows == ()
     assert prof.wall_ms == 0
-
-
-def test_profiles_at_once_do_not_disturb_each_other(stopwatch: Stopwatch) -> None:
-    """Two on the model and one on a part of it, coming and going: each says what it would say alone."""
-    model = nn.Sequential(nn.Linear(3, 3), tower())
-    with hl.profile(model, functions=Spend) as outer, hl.profile(model[1], functions=Spend) as part:
-        run(model)
-        with hl.profile(model) as inner:
-            run(model)
-        run(model)
-    assert times(outer)[""] == (27, 0, 36, 0)
-    assert times(inner)[""] == (9, 0, 12, 0)
-    assert times(part)[""] == (27, 0, 36, 0)
-    assert own(inner)["1.3.0"] == (5, 6)
-    assert own(outer)[f"{Spend.__module__}.Spend"] == own(part)[f"{Spend.__module__}.Spend"] == (27, 36)
-
-
-def test_models_without_parameters_or_tensors_can_be_measured(stopwatch: Stopwatch) -> None:
-    """No parameter, no gradient, an output that is no tensor, a sparse one, which counts as nothing."""
-    outputs = [None, "text", torch.eye(4).to_sparse(), (torch.ones(2, dtype=torch.float64), torch.ones(3).half())]
-    found = []
-    for output in outputs:
-        model = Calls(lambda self, x, output=output: output)
-        with hl.profile(model) as prof:
-            model(torch.ones(3))
-        found.append((prof.total.calls, prof.total.output_bytes))
-    assert found == [(1, 0), (1, 0), (1, 0), (1, 16 + 6)]
 
 
 # -- what comes out ----------------------------------------------------------------------------------------
@@ -150,20 +119,6 @@ def test_nothing_is_left_on_the_model() -> None:
     calls_before = prof.total.calls
     model(torch.ones(4, 6)).sum().backward()
     assert prof.total.calls == calls_before == 1
-
-
-def test_an_error_in_the_block_takes_the_hooks_off() -> None:
-    """What leaves the block leaves no hook, a KeyboardInterrupt in a forward included."""
-
-    def interrupted(self: Any, x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    model = nn.Sequential(nn.Linear(3, 3), Calls(interrupted))
-    with pytest.raises(KeyboardInterrupt), hl.profile(model, functions="torch.nn.functional.*") as prof:
-        model(torch.ones(3))
-    hl.assert_no_hooks(model, foreign=True)
-    assert _get_current_function_mode_stack() == []
-    assert calls(prof) == {"": 1, "0": 1, "torch.nn.functional.linear": 1}
 
 
 def test_an_error_while_attaching_leaves_nothing_attached() -> None:

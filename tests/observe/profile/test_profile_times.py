@@ -13,7 +13,6 @@ import torch
 from helpers_profile import (
     STOPWATCH,
     Calls,
-    Learned,
     Spend,
     Stopwatch,
     Work,
@@ -46,55 +45,6 @@ def test_nested_modules_have_totals_and_own_times(stopwatch: Stopwatch) -> None:
         "2": (5, 5, 6, 6),
     }
     assert prof.total == prof.rows[0]
-
-
-def test_a_module_that_makes_its_weight_first_has_that_in_its_total(stopwatch: Stopwatch) -> None:
-    """The last gradient for an input leaves before what the weight was made of has its turn."""
-    hyper = Calls(lambda self, x: Spend.apply(x * self.make(), 1, 2), make=Learned(10, 20))
-    model = nn.Sequential(nn.Linear(3, 3), hyper)
-    prof = profiled(model)
-    assert times(prof) == {"": (11, 0, 22, 0), "0": (0, 0, 0, 0), "1": (11, 1, 22, 2), "1.make": (10, 10, 20, 20)}
-
-
-def test_a_module_that_sends_its_gradient_early_is_at_it_until_all_within_it_is_over(stopwatch: Stopwatch) -> None:
-    """The same, with a child that has an end of its own, and work between the two."""
-    hyper = Calls(lambda self, x: x * Spend.apply(self.make(self.weight), 1, 2), make=Work(10, 20))
-    hyper.weight = nn.Parameter(torch.ones(3))
-    model = nn.Sequential(nn.Linear(3, 3), hyper)
-    prof = profiled(model)
-    assert times(prof) == {"": (11, 0, 22, 0), "0": (0, 0, 0, 0), "1": (11, 1, 22, 2), "1.make": (10, 10, 20, 20)}
-
-
-def test_a_module_with_two_outputs_begins_with_the_first_thing_in_it(stopwatch: Stopwatch) -> None:
-    """Its pre-hook fires when most of it is over; what it does between its children is its own all the same."""
-
-    def two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        a = self.a(x)
-        early = a + 1
-        b = Spend.apply(self.b(Spend.apply(a * 2, 100, 1000)), 200, 2000)
-        return early, self.c(b)
-
-    inner = Calls(two, a=Work(1, 2), b=Work(3, 4), c=Work(5, 6))
-    model = Calls(lambda self, x: sum(self.two(self.before(x))), before=Work(7, 8), two=inner)
-    prof = profiled(model, leaf())
-    assert times(prof)["two"] == (309, 300, 3012, 3000)
-    assert times(prof)[""] == (316, 0, 3020, 0)
-
-
-def test_a_model_that_returns_a_dict_of_inner_values_is_measured_whole(stopwatch: Stopwatch) -> None:
-    """A loss on early and late outputs: the model's backward began with the first of them."""
-
-    def deep(self: Any, x: Tensor) -> dict[str, Any]:
-        early = self.a(x)
-        late = self.c(self.b(early))
-        return {"early": early * 2, "late": [late], "loss": (early + late).sum(), "text": "none"}
-
-    model = Calls(deep, a=Work(1, 2), b=Work(3, 4), c=Work(5, 6))
-    with hl.profile(model) as prof:
-        output = model(leaf())
-        (output["loss"] + output["early"].sum()).backward()
-    assert times(prof)[""] == (9, 0, 12, 0)
-    assert prof.total.output_bytes == 4 * (3 + 3 + 1)
 
 
 def test_functions_are_measured_within_their_modules(stopwatch: Stopwatch) -> None:
@@ -137,17 +87,6 @@ def test_two_forwards_and_one_backward_share_it(stopwatch: Stopwatch) -> None:
     assert times(prof) == {"": (2, 0, 4, 0), "0": (0, 0, 0, 0), "1": (2, 2, 4, 4)}
 
 
-def test_micro_batches_and_their_backwards_may_be_interleaved(stopwatch: Stopwatch) -> None:
-    """Forward, forward, backward of the first, backward of the second."""
-    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2))
-    with hl.profile(model) as prof:
-        first, second = model(torch.ones(3)).sum(), model(torch.ones(3)).sum()
-        first.backward()
-        stopwatch.advance(50)
-        second.backward()
-    assert times(prof) == {"": (2, 0, 4, 0), "0": (0, 0, 0, 0), "1": (2, 2, 4, 4)}
-
-
 def test_two_backwards_through_one_forward_both_count(stopwatch: Stopwatch) -> None:
     """With retain_graph the backward time doubles and the calls do not; a pass that ends half-way adds its half."""
     scale = Calls(lambda self, x: Spend.apply(x * self.weight, 5, 6))
@@ -169,20 +108,6 @@ def test_two_backwards_through_one_forward_both_count(stopwatch: Stopwatch) -> N
         "2": (5, 5, 18, 18),
         "3": (3, 3, 12, 12),
     }
-
-
-def test_calls_without_gradients_before_one_with_them_are_told_apart(stopwatch: Stopwatch) -> None:
-    """A shared part runs without gradients under one module and with them under another, whose backward it is."""
-    shared = Work(1, 2)
-
-    def both(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            start = self.trial(x)
-        return self.final(x + start)
-
-    model = Calls(both, trial=nn.Sequential(shared), final=nn.Sequential(shared))
-    prof = profiled(model, leaf())
-    assert times(prof) == {"": (2, 0, 2, 0), "trial": (1, 0, 0, 0), "trial.0": (2, 2, 2, 2), "final": (1, 0, 2, 0)}
 
 
 @pytest.mark.parametrize("way", ["reentrant", "to the end", "until it has all"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.observe.watch.bad_order import CalledPlace, CallOrder
+from hookline.observe.watch.bad_order import CalledPlace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -100,51 +100,6 @@ def test_a_check_of_operators_lists_the_places_in_the_order_of_bad_calls() -> No
 
 def called(label: str, number: int, *, is_first_call: bool, device: torch.device = GPU) -> CalledPlace:
     return CalledPlace(label, device, number, is_first_call)
-
-
-def test_where_calls_are_only_counted_the_doubtful_places_are_named() -> None:
-    """On a GPU: the dropout was called first, and was bad in one of its two calls."""
-    drop, middle = called("drop", 1, is_first_call=False), called("middle", 2, is_first_call=True)
-    after = called("after", 3, is_first_call=False)
-    calls = CallOrder().sort([drop, middle, after])
-    assert calls.places == [middle, drop, after]
-    assert calls.doubts == ("drop",)
-    always = called("always", 1, is_first_call=True)  # bad in all of its calls, so in the first
-    assert CallOrder().sort([middle, always]).places == [always, middle]
-    assert CallOrder().sort([middle, always]).doubts == ()
-    head, expert = called("head", 5, is_first_call=True), called("expert", 9, is_first_call=True)
-    assert CallOrder(ordered_rows={GPU: 8}).sort([head, expert]).doubts == ("expert",)  # no token in the first step
-    assert CallOrder(ordered_rows={GPU: 10}).sort([head, expert]).doubts == ()
-    here, there = called("here", 4, is_first_call=True, device=CPU), called("there", 1, is_first_call=True)
-    calls = CallOrder({CPU: [4]}).sort([here, there])  # devices have no common order
-    assert {calls.places[0].label, *calls.doubts} == {"here", "there"}
-
-
-def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
-    """Its row is behind those of all modules of the first step."""
-
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.expert, self.head, self.calls = LogOfNegative(), nn.Linear(4, 4), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.head(self.expert(x) if self.calls > 1 else x)
-
-    model = Routed()
-    optimizer, step = step_of(model)
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
-        step(torch.randn(2, 4))
-        step(torch.randn(2, 4))
-    assert alarm.troubles[0].place == "expert/forward"
-
-
-def test_a_doubt_is_told() -> None:
-    trouble = hl.observe.Trouble(3, 0, 0, "middle/forward", "NaN", 8.0, 0.0, 4, 2, None, ("drop/forward",))
-    assert str(trouble).endswith(
-        "NaN (8 numbers) at 'middle/forward', the first among it and 'drop/forward', and 2 places after it"
-    )
 
 
 def test_the_table_says_what_it_counts_and_shows_the_first_troubles() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -66,50 +65,6 @@ def test_the_rows_of_compiled_code_are_those_of_eager_code() -> None:
         assert found[1][name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-class Widened(nn.Module):
-    """What transformers do beside attention."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.act, self.narrow = nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(self.act(self.wide(self.norm(x))))
-
-
-def _kept_for_backward(*, watched: bool) -> list[tuple[int, str]]:
-    """Sizes and types of what the compiled forward of a small network keeps, weights apart."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), Widened(64), nn.LayerNorm(64), nn.Linear(64, 64))
-    watch = hl.watch(model, "*") if watched else None
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    run = torch.compile(model, fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        out = run(torch.randn(48, 64))
-    out.float().sum().backward()
-    if watch is not None:
-        assert watch.to_metrics()["1.act/backward/norm"] > 0
-        watch.remove()
-    return sorted((tensor.numel(), str(tensor.dtype)) for tensor in kept if tensor.numel() > 1)
-
-
-@pytest.mark.full
-def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watched or not, the same bytes; and the switch that was borrowed for the forward is back."""
-    bare = _kept_for_backward(watched=False)
-    assert _kept_for_backward(watched=True) == bare
-    assert inductor.joint_custom_pre_pass is None
-    monkeypatch.setattr("hookline.sites.compiled.graph_passes.move_late", lambda *given: None)
-    assert _kept_for_backward(watched=True) != bare  # the negative control
-
-
 class Rewritten(nn.Module):
     """Gives its input and a buffer out as they are, and then writes to both; and one module is called twice."""
 
@@ -150,37 +105,3 @@ def test_what_inductor_looks_at_last_it_sees_once_and_before_it_is_written_to(ma
         found.append(watch.to_metrics())
         watch.remove()
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
-
-
-def test_a_row_of_open_length_with_a_bound_leaves_the_graph_whole() -> None:
-    """``mark_dynamic(..., max=)``: known to be short, and no number. One graph for all lengths."""
-    model = nn.Sequential(nn.GELU(), nn.Tanh())
-    graphs = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(model, backend=graphs, fullgraph=True)
-    with hl.watch(model, "*", on="forward") as watch:
-        for length in (64, 96, 128):
-            x = torch.randn(4, length)
-            torch._dynamo.mark_dynamic(x, 1, min=32, max=1024)
-            watch.reset()
-            out = run(x)
-            assert watch.to_metrics()["1/forward/norm"] == pytest.approx(out.norm().item(), rel=1e-5)
-    assert graphs.frame_count == 1
-
-
-def test_passes_of_the_user_are_called_and_stay() -> None:
-    """One or several, in their order, once for a graph."""
-    import torch._inductor.custom_graph_pass as passes
-
-    called: list[str] = []
-    several = [lambda graph: called.append("a"), lambda graph: called.append("b")]
-    cases: list[tuple[Any, list[str]]] = [(several[0], ["a"])]
-    if hasattr(passes, "get_custom_graph_passes"):  # lists are taken since 2.13
-        cases.append((several, ["a", "b"]))
-    for theirs, expected in cases:
-        torch.compiler.reset()
-        called.clear()
-        model = nn.Linear(64, 64)
-        with inductor.patch(joint_custom_pre_pass=theirs), hl.watch(model, None, on="forward"), torch.no_grad():
-            torch.compile(model, fullgraph=True)(torch.randn(4, 64))
-            assert inductor.joint_custom_pre_pass is theirs
-        assert called == expected

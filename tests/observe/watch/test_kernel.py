@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.observe.watch import kernel
@@ -79,23 +77,6 @@ def test_the_small_programs_compile_too(
     assert re.search(adds, _compiled(name, constants))
 
 
-@needs_triton
-@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "fold_rows", "count_exponents"])
-def test_one_compiled_program_fits_all_arguments(name: str) -> None:
-    """Triton specializes on none of 0, 1, multiples of 16 and large numbers: `Kernel` keeps what it has compiled."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    program = kernel.program_named(name)
-    bind = create_function_from_signature(program.signature, program.params, make_backend(GPUTarget("cuda", 90, 32)))
-    told = [each.annotation_type for each in program.params if not each.is_constexpr]
-    constants = [1] * (len(program.params) - len(told))
-    for number in (0, 1, 7, 16, 1 << 40):
-        _, found, _ = bind(*(number if kind == "i64" else float(number) for kind in told), *constants)
-        assert found[: len(told)] == [(kind, None) for kind in told]
-
-
 def _compiled(name: str, constants: dict[str, Any]) -> str:
     """The PTX of a program for sm_90, if a cubin can be made of it."""
     import triton.language as tl
@@ -113,18 +94,6 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
     made = build(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
     assert made.asm["cubin"]
     return str(made.asm["ptx"])
-
-
-@given(st.integers(0, 1 << 36), st.sampled_from([1, 2, 4, 8]))
-def test_programs_cover_a_tensor_of_any_size(size: int, element_size: int) -> None:
-    """Every number has a program, none has no number, and counters of 16 bits and of 32 are never too small."""
-    programs, tiles = kernel.division(size, element_size)
-    each = tiles * 4 * kernel.width_of(element_size)
-    assert programs * each >= size
-    assert (programs - 1) * each < max(size, 1)
-    assert programs <= 2048
-    assert each < 1 << 31
-    assert 4 * tiles < 1 << 16 or element_size != 2
 
 
 def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,19 +171,6 @@ def test_unusual_tensors_are_counted_by_the_numbers_they_have(kind: str) -> None
     assert_close(taken([shown], DEFAULT_STATS, "cpu"), reference([like], DEFAULT_STATS))
 
 
-def test_rows_never_move() -> None:
-    """A thousand places: the memory of the first row, which a CUDA graph may know, is where it was."""
-    engine = StatsEngine(Layout.of(None))
-    first = engine.row(engine.place("0", ""), torch.device("cpu"))
-    where = first.added.data_ptr()
-    for index in range(1000):
-        engine.take(engine.place(str(index), ""), torch.full((3,), float(index)))
-    engine.reset()
-    engine.take(engine.place("0", ""), torch.ones(5))
-    assert (first.added.data_ptr(), first.added[1]) == (where, 5)
-    assert {name.partition("/")[0] for name in engine.to_metrics()} == {"0"}
-
-
 @pytest.mark.parametrize(
     ("stats", "text"),
     [

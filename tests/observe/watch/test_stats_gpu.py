@@ -15,8 +15,6 @@ from helpers_columns import DTYPES, LAYOUTS, assert_close
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.errors import HooklineWarning
-from hookline.observe.watch import kernel as kernels
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import find_in
 from hookline.observe.watch.kernel import Kernel, readable
@@ -110,37 +108,6 @@ def _one(kernel: Kernel, layout: Layout, x: Tensor, scale: Any) -> np.ndarray:
     return state.read()[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_comparing_two_at_a_time_finds_what_one_at_a_time_does(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The instructions for pairs give the same counts and extremes, NaN and both zeros included."""
-    layout = LAYOUTS["default"]
-    some = [_tensor(dtype, 1_000_000, bad=bad) for bad in (False, True)]
-    some += [torch.full((50_000,), -0.0, dtype=dtype, device=DEVICE), -some[0].abs()]
-    found = {}
-    for pairs in (True, False):
-        monkeypatch.setattr(kernels, "_compares_pairs", lambda device, pairs=pairs: pairs)
-        kernel = Kernel(layout, DEVICE)
-        found[pairs] = np.stack([_one(kernel, layout, x, None) for x in some])
-    exact = [place for place, name in enumerate(layout.names) if name not in ("sum", "squares")]
-    assert np.array_equal(found[True][:, exact], found[False][:, exact], equal_nan=True)
-    assert np.allclose(found[True], found[False], rtol=1e-5, equal_nan=True)
-
-
-def test_counts_are_exact_past_two_to_the_24() -> None:
-    """Of 100 million numbers, each zero is counted, and the mean of a constant is that constant."""
-    layout = LAYOUTS["default"]
-    x = torch.full((100_000_001,), 3.0, dtype=torch.bfloat16, device=DEVICE)
-    x[:: 1 << 20] = 0
-    zeros = int((x == 0).sum())
-    cells = dict(zip(layout.names, _one(Kernel(layout, DEVICE), layout, x, None), strict=True))
-    assert (cells["count"], cells["zeros"]) == (x.numel(), zeros)
-    assert cells["sum"] == pytest.approx(3.0 * (x.numel() - zeros), rel=1e-9)
-    x = torch.zeros(100_000_001, dtype=torch.bfloat16, device=DEVICE)
-    assert _one(Kernel(layout, DEVICE), layout, x, None)[layout.names.index("zeros")] == x.numel()
-
-
 def test_each_replay_of_a_cuda_graph_counts() -> None:
     """Recorded with the watch on: each replay counts once more, with the numbers of that moment; histograms too."""
     engine = StatsEngine(Layout.of(["max", "mean", "histogram"]))
@@ -159,20 +126,6 @@ def test_each_replay_of_a_cuda_graph_counts() -> None:
     assert engine.read()[place]["fires"] == 3
     assert (metrics["x/forward/max"], metrics["x/forward/mean"]) == (3.0, pytest.approx(2.0))
     assert metrics["x/forward/histogram"] == {"0": 100_000, "1": 200_000}
-
-
-def test_what_is_kept_per_unit_goes_on_from_a_checkpoint_on_the_host() -> None:
-    """A histogram and the marks of units that were alive, loaded with ``map_location="cpu"``."""
-    first, second = (StatsEngine(Layout.of(["histogram", "dead_fraction"])) for _ in range(2))
-    x = torch.eye(4, device=DEVICE)
-    first.take(first.place("x", "forward"), x[:2])
-    saved = first.state_dict()
-    saved[0]["beside"] = [kept.cpu() for kept in saved[0]["beside"]]
-    second.load_state_dict(saved)
-    second.take(second.place("x", "forward"), x[2:3])
-    metrics = second.to_metrics()
-    assert metrics["x/forward/histogram"] == {"zero": 9, "0": 3}
-    assert metrics["x/forward/dead_fraction"] == 0.25
 
 
 # -- watched runs --------------------------------------------------------------------------------------------
@@ -330,73 +283,6 @@ def test_histograms_are_those_of_torch() -> None:
         assert metrics[f"{key}/histogram"] == ExponentBins.as_metric(bins.kept.tolist()), key
 
 
-def test_memory_is_flat_over_many_steps() -> None:
-    """After 300 watched steps, read every tenth, as much memory is in use as after 20."""
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    watch = hl.watch(model, "*", optimizer=optimizer)
-    used = []
-    for step in range(300):
-        _step(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 10 == 9:
-            watch.to_metrics(reset=True)
-            torch.cuda.synchronize()
-            used.append(torch.cuda.memory_allocated())
-    watch.remove()
-    assert used[-1] <= used[1]
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
-def test_gradients_are_those_without_the_scaler() -> None:
-    """With a GradScaler, statistics of gradients are divided by its scale: those of a run that has none."""
-    found = []
-    for scaler in (None, torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)):
-        model = _model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        watch = hl.watch(model, "*", on=("backward", "param_grad"), optimizer=optimizer, scaler=scaler)
-        torch.manual_seed(1)
-        for _ in range(6):
-            _step(model, scaler=scaler)
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()  # the scale doubles every second step
-            optimizer.zero_grad()
-        found.append(watch.to_metrics())
-        assert not watch.report()["silent"]
-        watch.remove()
-    assert found[0].keys() == found[1].keys()
-    for key, value in found[0].items():
-        assert found[1][key] == pytest.approx(value, rel=1e-4, abs=1e-9), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model_tells_what_an_eager_one_does(mode: str) -> None:
-    """Every firing is counted, in CUDA graphs as well, with the numbers of eager code up to float32 rounding."""
-    found = []
-    for compiled in (False, True):
-        torch.compiler.reset()
-        model = _model()
-        watch = hl.watch(model, "*", on=("forward", "backward"))
-        run = torch.compile(model, mode=mode) if compiled else model
-        torch.manual_seed(1)
-        for _ in range(8):
-            _step(model, run)
-            model.zero_grad()
-        found.append((watch.to_metrics(), watch.report()["fired"]))
-        watch.remove()
-    (eager, times), (compiled_, compiled_times) = found
-    assert times == compiled_times
-    assert {count for place, count in times.items() if "param" not in place} == {8}
-    for key, value in eager.items():
-        scale = abs(eager[key.rpartition("/")[0] + "/absmax"])
-        assert compiled_[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * scale), key
-
-
 def test_a_side_stream_is_followed() -> None:
     """Tensors made on another stream are reduced in its order, whichever stream is current when they are."""
     model = _model()
@@ -411,42 +297,3 @@ def test_a_side_stream_is_followed() -> None:
             expected = model[1].norm(torch.full((64, 64), value, device=DEVICE))
             assert metrics["1.norm/forward/mean"] == pytest.approx(expected.double().mean().item(), abs=1e-6)
     watch.remove()
-
-
-def test_where_the_kernel_does_not_work_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that cannot be compiled costs one warning and speed, no number."""
-
-    def fails(self: Kernel, items: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    _, wanted = _train(_model(), watch={})
-    monkeypatch.setattr(Kernel, "take", fails)
-    with pytest.warns(HooklineWarning, match="Failed to find C compiler") as warned:
-        _, found = _train(_model(), watch={})
-    assert len([each for each in warned if each.category is HooklineWarning]) == 1
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        scale = abs(wanted[key.rpartition("/")[0] + "/absmax"])
-        assert found[key] == pytest.approx(value, rel=1e-3, abs=1e-5 * scale), key
-
-
-class Packed(nn.Parameter):
-    """A weight that does not tell how it lies in memory, as a quantized one whose library is broken."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.layout.__get__:  # type: ignore[attr-defined]
-            raise RuntimeError("cannot be unpacked")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("stats", [None, ["norm", "histogram", "dead_fraction"]])
-def test_a_parameter_that_cannot_be_read_costs_itself_alone(stats: Any) -> None:
-    """The others have their numbers, and it is the one that the warning names."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE)
-    model[1].weight = Packed(torch.ones(4, 4, device=DEVICE))
-    with pytest.warns(HooklineWarning) as warned, hl.watch(model, on="param", stats=stats) as watch:
-        found = watch.to_metrics()
-    assert all("1.weight" in str(each.message) for each in warned)
-    norms = {name.partition("/")[0] for name in found if name.endswith("/norm")}
-    assert norms == {name for name, _ in model.named_parameters()} - {"1.weight"}

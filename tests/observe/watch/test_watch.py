@@ -121,15 +121,6 @@ def test_thresholds_units_and_histograms_are_there_when_asked_for():
         assert of(watch.to_metrics(), "1/forward") == {}
 
 
-def test_units_of_an_image_are_its_channels():
-    model = nn.Identity()
-    image = torch.zeros(2, 3, 4, 5)
-    image[:, 1] = 1.0
-    with hl.watch(model, None, on="forward", stats=["dead_fraction"]) as watch:
-        model(image)
-    assert watch.to_metrics() == {"forward/dead_fraction": pytest.approx(2 / 3)}
-
-
 def test_a_value_of_ones_own_can_be_counted_too():
     with hl.watch(make_model(), on="param") as watch:
         watch.update("loss", torch.tensor(2.0))

@@ -12,7 +12,6 @@ from torch import nn
 import hookline as hl
 from hookline.errors import OptionError
 from hookline.observe.watch import budget
-from hookline.observe.watch.budget import TimeMark
 
 
 class FakeClock:
@@ -29,26 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     found = FakeClock()
     monkeypatch.setattr(budget, "perf_counter", found)
     return found
-
-
-def test_times_of_a_device_are_read_when_they_have_arrived():
-    """An event that has not come yet gives None, and nobody waits for it."""
-
-    class Event:
-        is_over = False
-
-        def query(self) -> bool:
-            return self.is_over
-
-        def elapsed_time(self, later: object) -> float:
-            return 2500.0
-
-    begin, end = TimeMark(), TimeMark()
-    begin._event, end._event = Event(), Event()
-    for mark in (begin, end):
-        assert begin.seconds_until(end) is None
-        mark._event.is_over = True
-    assert begin.seconds_until(end) == 2.5
 
 
 @pytest.mark.parametrize("share", [0, -1, True, "0.02", 2])

@@ -153,18 +153,6 @@ def test_watching_now_and_then_makes_two_graphs_and_no_more():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_of_a_model_that_is_not_trained_due_forwards_alone_are_counted():
-    """The graph is the same in every step; what it finds in others is left out."""
-    model = make_net()
-    called = whole(model, "aot_eager")
-    with torch.no_grad():
-        called(data(0))
-        with hl.watch(called, "head", on="forward", every=3) as watch:
-            for step in range(7):
-                called(data(step))
-    assert watch.report()["fired"] == {"head/forward": 3}
-
-
 def test_watches_of_one_compiled_module_each_count_for_themselves_pause_and_come_off_at_once():
     """Of the same statistics, and of others; the graph runs as it is, and what it finds in a pause is left out."""
     model = make_net()
@@ -187,59 +175,6 @@ def test_watches_of_one_compiled_module_each_count_for_themselves_pause_and_come
     for watch in watches:
         watch.remove()
     hl.assert_no_hooks(model)
-
-
-def test_changing_shapes_are_counted_in_compiled_code():
-    model = make_net()
-    called = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
-    with hl.watch(called, "head", on="forward", stats=("mean", "max")) as watch:
-        rows = [called(torch.randn(size, 6)) for size in (3, 5, 8, 2)]
-    assert watch.to_metrics() == pytest.approx(
-        {"head/forward/mean": torch.cat(rows).mean().item(), "head/forward/max": torch.cat(rows).max().item()}, rel=1e-5
-    )
-
-
-class Repeats(nn.Module):
-    """Checkpoints its middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.last(self.first(x).relu()), x, use_reentrant=False)
-
-
-def test_checkpointing_in_compiled_code_is_counted_once():
-    """The repeated part has no statistics in it."""
-    model = Repeats()
-    called = whole(model, "aot_eager")
-    with hl.watch(called, ["first", "last"], on=("forward", "backward")) as watch:
-        for step in range(3):
-            called(data(step)).sum().backward()
-    assert set(watch.report()["fired"].values()) == {3}
-
-
-def test_structured_outputs_and_units_work_in_compiled_code():
-    """The main tensor of a dict; what is kept per unit is told too."""
-
-    class Dict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 4)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            logits = self.inner(x)
-            return {"loss": logits.sum(), "logits": logits}
-
-    model = Dict()
-    called = whole(model, "aot_eager")
-    with hl.watch(called, None, on="forward", stats=("mean", "dead_fraction")) as watch:
-        output = called(data(0))
-    assert watch.to_metrics() == {
-        "forward/mean": pytest.approx(output["logits"].mean().item(), rel=1e-5),
-        "forward/dead_fraction": 0.0,
-    }
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -294,14 +229,3 @@ def test_after_an_alarm_compiled_code_looks_closer(monkeypatch: pytest.MonkeyPat
     assert "0/forward/nan" not in first
     assert (second["0/forward/nonfinite"], second["0/forward/nan"], second["0/forward/inf"]) == (1.0, 1.0, 1.0)
     assert second["0/forward/finite_max"] == 1.0
-
-
-def test_thresholds_of_scaled_gradients_are_those_of_unscaled_ones():
-    model = make_net()
-    called = whole(model, "aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    options = {"on": "backward", "stats": ("over:2", "max"), "optimizer": optimizer, "scaler": scaler}
-    with hl.watch(called, "head", **options) as watch:
-        scaler.scale(called(data(0)).sum()).backward()
-    assert watch.to_metrics() == {"head/backward/over:2": 0.0, "head/backward/max": 1.0}

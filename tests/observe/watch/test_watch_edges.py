@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
-import pickle
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from helpers_stats import batch, make_model, of, train
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import activation_stats
 
 # -- coming off, being told ----------------------------------------------------------------------------------
 
@@ -161,83 +156,7 @@ def test_it_prints_as_a_table():
     assert str(watch).startswith("nothing since the last report or reset")
 
 
-def test_a_copied_model_carries_no_watch():
-    """Nor does a pickled one; a watch it keeps is one that saw nothing."""
-    model = make_model()
-    model.watch = hl.watch(model, "#")
-    twin = copy.deepcopy(model)
-    again = pickle.loads(pickle.dumps(model))
-    for other in (twin, again):
-        other(batch())
-        hl.assert_no_hooks(other)
-        assert other.watch.to_metrics() == {}
-    model.watch.remove(quiet=True)
-
-
 # -- odd models and threads ----------------------------------------------------------------------------------
-
-
-def test_thresholds_may_be_written_in_any_way():
-    """6 and 6.0 are one, and long ones are told apart."""
-    model = nn.Identity()
-    stats = ["over:6.0", "over:6", "over:1e-7", "over:0.1234567", "over:0.1234568"]
-    with hl.watch(model, None, on="forward", stats=stats) as watch:
-        model(torch.tensor([0.12345675, 7.0]))
-    assert watch.to_metrics() == {
-        "forward/over:6": 0.5,
-        "forward/over:1e-07": 1.0,
-        "forward/over:0.1234567": 1.0,
-        "forward/over:0.1234568": 0.5,
-    }
-
-
-def test_a_gradient_that_repeats_itself_is_not_written_out():
-    """The gradient of a sum is one number, however many it stands for."""
-    model = nn.Identity()
-    x = torch.ones(1, 1).expand(1 << 20, 1 << 20)  # 4 TiB, if it were
-    with hl.watch(model, None, on="forward", stats=("mean", "norm", "max", "over:0.5")) as watch:
-        model(x)
-    assert watch.to_metrics() == {
-        "forward/mean": 1.0,
-        "forward/norm": float(1 << 20),
-        "forward/max": 1.0,
-        "forward/over:0.5": 1.0,
-    }
-
-
-def test_first_forwards_in_many_threads_lose_nothing():
-    """Rows are handed out once, whoever comes first."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    for _ in range(30):
-        model = nn.Sequential(*(nn.Identity() for _ in range(8)))
-        with hl.watch(model, "#", on="forward") as watch, ThreadPoolExecutor(8) as pool:
-            shown = list(pool.map(model, map(batch, range(8))))
-        assert watch.report()["fired"] == {f"{index}/forward": 8 for index in range(8)}
-        means = [value for name, value in watch.to_metrics().items() if name.endswith("/mean")]
-        assert means == pytest.approx([torch.cat(shown).mean().item()] * 8, rel=1e-4)
-
-
-def test_copies_of_a_watched_module_go_unwatched():
-    """As DataParallel makes them: they carry the hooks of the original."""
-    model = make_model()
-    with hl.watch(model, "#", on=("forward", "backward")) as watch:
-        twin = model[0]._replicate_for_data_parallel()
-        twin.weight, twin.bias = model[0].weight, model[0].bias
-        twin(batch()).sum().backward()
-        model(batch()).sum().backward()
-    assert watch.report()["fired"]["0/forward"] == 1
-
-
-def test_a_scripted_part_is_no_obstacle():
-    """Its parameters are read, its insides are left alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 2))
-        watch = hl.watch(model)
-    model(batch()).sum().backward()
-    assert {"0.weight/param/mean", "0.weight/param_grad/mean", "1/forward/mean"} <= watch.to_metrics().keys()
-    watch.remove()
 
 
 def test_a_parameter_that_cannot_be_read_does_not_cost_the_step():
@@ -254,82 +173,3 @@ def test_a_parameter_that_cannot_be_read_does_not_cost_the_step():
         model[0].weight.grad = torch.ones(8, 6).as_subclass(Grad)
         with pytest.warns(hl.HooklineWarning, match="not for you"):
             optimizer.step()
-
-
-def test_a_glob_that_only_parameters_answer_to_watches_those():
-    """With no word about kinds; asked for modules, it is an error."""
-    model = make_model()
-    with hl.watch(model, "*.weight") as watch:
-        model(batch()).sum().backward()
-    assert watch.report()["fired"].keys() == {
-        f"{name}.weight/{kind}" for name in "02" for kind in ("param", "param_grad")
-    }
-    with pytest.raises(hl.errors.NoMatchError):
-        hl.watch(model, "*.weight", on="forward")
-
-
-def test_lazy_and_frozen_parameters_are_read_once_they_are_there():
-    """What they are is looked at when they are read."""
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    model[1].requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with hl.watch(model, "#", on=("forward", "param_grad")) as watch:
-            model(batch()).sum().backward()
-            model[1].requires_grad_(True)
-            model(batch()).sum().backward()
-    fired = watch.report()["fired"]
-    assert (fired["0.weight/param_grad"], fired["1.weight/param_grad"]) == (1, 1)
-
-
-def test_what_is_kept_per_unit_is_kept_of_parameters_and_own_values_too():
-    """And scaled gradients are told as they would be without a scaler."""
-    model = nn.Linear(4, 2, bias=False)
-    nn.init.ones_(model.weight)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with hl.watch(model, None, stats=["histogram"], scaler=scaler, optimizer=optimizer) as watch:
-        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-        scaler.step(optimizer)
-        watch.update("mine", torch.tensor([4.0]))
-        metrics = watch.to_metrics()
-    assert metrics == {
-        "forward/histogram": {"2": 2},
-        "backward/histogram": {"0": 2},
-        "weight/param/histogram": {"0": 8},
-        "weight/param_grad/histogram": {"0": 8},
-        "mine/histogram": {"2": 1},
-    }
-
-
-def test_memory_is_flat_over_many_steps():
-    """Six hundred steps of all four kinds: nothing is kept of a step."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with hl.watch(model, optimizer=optimizer) as watch:
-        train(model, optimizer, 100)
-        gc.collect()
-        before = len(gc.get_objects())
-        train(model, optimizer, 600)
-        gc.collect()
-        assert len(gc.get_objects()) - before < 30
-        assert watch.steps == 700
-
-
-def test_histograms_alone_are_told_to_be_in_the_metrics():
-    with hl.watch(nn.Linear(2, 2), on="param", stats="histogram") as watch:
-        assert "to_metrics()" in str(watch)
-
-
-def test_a_value_and_a_module_called_budget_are_in_tables():
-    """Beside what the watch says of its own budget, which is none of its places."""
-    model = nn.Sequential(OrderedDict(budget=nn.Linear(6, 4)))
-    hook = activation_stats({})
-    with hl.attach(model, "budget", hook), hl.watch(model, "budget", on="forward", budget=0.5) as watch:
-        watch.update("budget", torch.ones(3))
-        model(batch())
-        assert watch.to_metrics()["budget/asked"] == 0.5
-    rows = [line.split()[0] for line in str(watch).splitlines() if line]
-    assert "budget" in rows
-    assert "budget/forward" in rows
-    assert ">budget<" in hook._repr_html_()

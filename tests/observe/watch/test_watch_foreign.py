@@ -147,15 +147,6 @@ def test_what_a_loop_says_goes_before_what_the_model_looks_like() -> None:
     assert watch.report()["fired"]["head/forward"] == 1
 
 
-def test_a_schedule_begins_with_training() -> None:
-    """The evaluations before it are no steps: of six steps, 0, 2 and 4 are looked at."""
-    model, optimizer = make()
-    with hl.watch(model, "head", on="forward", every=2) as watch:
-        outputs = foreign_loop(model, optimizer, model)
-    assert watch.steps == 6
-    assert watch.to_metrics()["head/forward/mean"] == pytest.approx(float(torch.cat(outputs[::2]).mean()), rel=1e-4)
-
-
 @pytest.mark.parametrize("has_other_hooks", [False, True])
 @pytest.mark.parametrize("evaluations", [0, 2, 3])
 @pytest.mark.parametrize("call", ["forward", "training_step"])
@@ -175,23 +166,6 @@ def test_hooks_that_come_on_as_a_step_begins_see_the_backward_pass_of_that_step(
     assert [fired[place] for place in places] == [3] * 4
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
-def test_compiled_code_tells_training_from_evaluation_too(backend: str) -> None:
-    """In one graph, compiled once for each of the two; gradients are off while it runs, and were on when it began."""
-    torch.compiler.reset()
-    model, optimizer = make()
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with hl.watch(model, on=("forward", "backward"), optimizer=optimizer) as watch:
-        outputs = foreign_loop(model, optimizer, compiled)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    report = watch.report()
-    assert (report["fired"]["head/forward"], report["fired"]["head/backward"], report["left_out"]) == (6, 6, 9)
-    assert watch.to_metrics()["head/forward/mean"] == pytest.approx(float(torch.cat(outputs).mean()), rel=1e-4)
-    assert graphs == 2
-    torch.compiler.reset()
-
-
 def test_a_resumed_watch_keeps_what_it_counted() -> None:
     """It knows that there was training: an evaluation first thing does not have it forget."""
     model, optimizer = make()
@@ -207,57 +181,4 @@ def test_a_resumed_watch_keeps_what_it_counted() -> None:
     again.remove()
 
 
-def test_a_capture_that_asks_for_training_leaves_evaluations_out() -> None:
-    model, optimizer = make()
-    with hl.capture(model, "head") as everything, hl.capture(model, "head", during="train") as trained:
-        foreign_loop(model, optimizer, model, steps=2)
-    assert (len(everything["head"].calls), len(trained["head"].calls)) == (5, 2)
-
-
 # -- a model whose own forward is not called --------------------------------------------------------------------
-
-
-def test_of_a_model_that_is_not_called_the_parts_are_counted() -> None:
-    """By steps of the optimizer; the report says that the model's own forward is not called."""
-    model, optimizer = make()
-    with hl.watch(model, every=2) as watch:
-        foreign_loop(model, optimizer, model.training_step)
-    report = watch.report()
-    assert report["steps"] == 6
-    assert {report["fired"][place] for place in ("encoder.0/forward", "head/backward", "head.weight/param_grad")} == {3}
-    assert report["silent"]["forward"] == "the model's own forward is not called, only parts of it"
-    hl.assert_no_hooks(model)
-
-
-def test_a_part_that_is_called_in_another_mode_is_decided_about_anew() -> None:
-    """After a forward of the model that counted."""
-    model, _ = make()
-    with hl.watch(model, "head", on="forward") as watch:
-        model(torch.randn(6, 4))
-        model.head(torch.randn(6, 8))
-        model.eval()
-        model.head(torch.randn(6, 8))
-        with watch.paused():
-            model.train()(torch.randn(6, 4))
-            model.head(torch.randn(6, 8))
-    assert watch.report()["fired"]["head/forward"] == 2
-
-
-@pytest.mark.parametrize("call", ["forward", "training_step"])
-def test_training_with_a_watch_in_a_foreign_loop_ends_with_the_same_bits(call: str) -> None:
-    """Twenty steps with evaluations between, through dropout and BatchNorm, with AdamW; the control is seen."""
-    ends = {}
-    for how in ("bare", "watched", "disturbed"):
-        model, optimizer = make()
-        step = model if call == "forward" else model.training_step
-        if how == "bare":
-            foreign_loop(model, optimizer, step, steps=20)
-        else:
-            with hl.watch(model, every=3):
-                if how == "disturbed":
-                    hl.attach(model, "head", lambda module, args, output: output + 1e-6)
-                foreign_loop(model, optimizer, step, steps=20)
-        state = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())]
-        ends[how] = torch.cat([torch.as_tensor(value).double().flatten() for value in [*state, torch.get_rng_state()]])
-    assert torch.equal(ends["bare"], ends["watched"])
-    assert not torch.equal(ends["bare"], ends["disturbed"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.observe.watch.row import DEFAULT_STATS
-from hookline.phases import in_phase, phase
+from hookline.phases import in_phase
 
 # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -74,19 +72,6 @@ def test_of_several_optimizers_each_is_read_at_its_own_step_and_the_last_ends_it
     assert watch.steps == 4
     for name, seen in grads.items():
         assert_close(of(watch.to_metrics(), f"{name}.weight/param_grad"), reference(seen, DEFAULT_STATS))
-
-
-def test_a_watch_that_is_gone_hears_of_no_optimizer():
-    """The hooks on every optimizer keep neither it nor its model."""
-    model = make_model()
-    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
-    watch = hl.watch(model, on="param_grad")
-    gone = weakref.ref(model)
-    del model, watch
-    gc.collect()
-    assert gone() is None
-    optimizer.step()
-    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_without_an_optimizer_a_step_is_a_forward_and_gradients_are_those_that_are_there():
@@ -217,16 +202,6 @@ def test_what_is_not_training_is_left_out_unless_asked_for():
     assert whole.report()["fired"] == {"0/forward": 5}
 
 
-def test_phases_left_in_another_order_do_not_stick():
-    one, other = in_phase("eval"), in_phase("intervention")
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    assert phase() == "intervention"
-    other.__exit__(None, None, None)
-    assert phase() == "train"
-
-
 # -- saved and loaded ----------------------------------------------------------------------------------------
 
 _HOW: dict[str, dict[str, Any]] = {
@@ -272,35 +247,3 @@ def test_a_watch_goes_on_from_its_state(name: str) -> None:
         assert (resumed.steps == whole.steps) is is_loaded
         resumed.remove()
     whole.remove()
-
-
-def test_steps_counted_by_hand_stay_so() -> None:
-    """``watch.step()`` was called before, so a forward is none."""
-    _, _, watch = _made({"every": 2})
-    watch.step()
-    watch.step()
-    _, optimizer, resumed = _made({"every": 2})
-    resumed.load_state_dict(watch.state_dict())
-    assert (resumed.steps, resumed.step_is) == (2, watch.step_is)
-    optimizer.step()
-    assert resumed.steps == 2
-    for each in (watch, resumed):
-        each.remove(quiet=True)
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-def test_an_optimizer_that_steps_no_more_does_not_stop_the_count(is_first: bool) -> None:
-    """One that was used for a warm-up, beside the other or before it: steps go on with the one that goes on."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    main, warm_up = (torch.optim.SGD(part.parameters(), 0.01) for part in (model, model[0]))
-    with hl.watch(model, every=4) as watch:
-        for step in range(100):
-            model(torch.ones(2, 3)).sum().backward()
-            if step >= 5 or not is_first:
-                main.step()
-            if step < 5:
-                warm_up.step()
-            main.zero_grad()
-    report = watch.report()
-    assert report["steps"] == 100 - is_first  # the first step of the other counts with the last of the one before
-    assert report["fired"]["0/forward"] == 25

@@ -18,10 +18,8 @@ from torch import nn
 
 import hookline as hl
 from hookline import checkpoint_file as module
-from hookline.checkpoint_file import write
 from hookline.errors import CheckpointError, ResumeError
 from hookline.training.checkpoints import Checkpoints, lock_folder
-from hookline.training.checkpoints import differences as changed
 
 
 def names(folder: Any) -> list[str]:
@@ -59,12 +57,6 @@ def test_how_often_and_how_many(options, kept, tmp_path):
     """One at the start and one at the end always; the oldest go."""
     hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path, **options))
     assert names(tmp_path) == steps(*kept)
-
-
-def test_in_the_step_loop_every_counts_steps(tmp_path):
-    """Also across passes over the data."""
-    hl.step_loop(linear_experiment(), steps=11, checkpoints=Checkpoints(tmp_path, every=4, keep=9))
-    assert names(tmp_path) == steps(0, 4, 8, 11)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +138,6 @@ def test_when_none_is_whole_all_are_listed(tmp_path):
     assert names(tmp_path) == before
 
 
-def test_what_a_killed_process_left_half_written_goes(tmp_path):
-    """It never had the name of a checkpoint."""
-    saved_run(tmp_path)
-    (tmp_path / f".{steps(12)[0]}.123.4").write_bytes(b"half")
-    hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path, keep=1), resume=True)
-    assert names(tmp_path) == steps(12)
-
-
 # -- other settings, another model ----------------------------------------------------------------------------------
 
 
@@ -179,13 +163,6 @@ def test_other_settings_are_refused_with_what_differs(tmp_path):
     assert result.steps == 15
     forced = {"checkpoints": Checkpoints(tmp_path, force=True), "resume": True}
     assert hl.epoch_loop(other, epochs=6, **forced).steps == 18
-
-
-def test_settings_are_compared_by_name():
-    """One that only one of the two has is told; more steps may be asked for."""
-    assert changed({"a": 1, "x": [2]}, {"b": 2, "x": [2]}) == ["a: 1 → (not there)", "b: (not there) → 2"]
-    assert changed({"steps": 5}, {"steps": 6}) == []
-    assert changed({"steps": True}, {"steps": 6}) != []
 
 
 def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
@@ -237,49 +214,6 @@ def test_another_optimizer_or_loop_is_refused(tmp_path):
         hl.epoch_loop(experiment, epochs=1, **options)
     with pytest.raises(ResumeError, match=r"epoch loop.*step loop"):
         hl.step_loop(rich_experiment(), steps=1, **options)
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
-    """A file is in the way; a lock cannot be made there, as in a folder that is read-only."""
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file.* cannot be made"):
-        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path / "file"))
-    (tmp_path / "folder" / "lock").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"written to .*folder"):
-        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path / "folder"))
-
-
-def test_a_lazy_model_has_to_be_run_once_before(tmp_path):
-    """Said at the start."""
-    experiment = linear_experiment()
-    experiment.model = nn.LazyLinear(1)
-    with pytest.raises(CheckpointError, match=r"core\.model\.tensors\.weight: it has no numbers yet\. Next: run the"):
-        hl.epoch_loop(experiment, epochs=1, checkpoints=Checkpoints(tmp_path))
-
-
-def test_a_whole_file_that_is_no_run_is_refused(tmp_path):
-    """The format may hold any tree."""
-    write(tmp_path / "step_00000001.pt", {"made": {}, "loop": "epoch"})
-    with pytest.raises(ResumeError, match=r"no checkpoint of a run: it has no .*settings, run, core"):
-        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path), resume=True)
-
-
-def test_another_torch_is_warned_of(tmp_path, monkeypatch):
-    """The run goes on."""
-    saved_run(tmp_path)
-    monkeypatch.setattr(torch, "__version__", "9.9.9")
-    with pytest.warns(hl.HooklineWarning, match=r"saved with torch .* goes on with 9\.9\.9"):
-        hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
-
-
-def test_a_compiled_model_goes_on_uncompiled(tmp_path):
-    """Names carry no wrapper."""
-    experiment = linear_experiment()
-    experiment.model = torch.compile(experiment.model, backend="eager")
-    hl.epoch_loop(experiment, epochs=1, checkpoints=Checkpoints(tmp_path))
-    result = hl.epoch_loop(linear_experiment(), epochs=2, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert result.steps == 6
-    torch.compiler.reset()
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
@@ -337,19 +271,6 @@ def test_what_cannot_be_saved_ends_the_run_at_its_start_and_is_told_later(tmp_pa
     assert checkpoints.newest().name == steps(3)[0]
     assert [text.partition(" steps")[0][-2:].strip() for text in told] == ["6", "9", "15", "24"]
     assert all(re.search(r"Keeps\.list\.1\.deep.*step_00000003", text) for text in told)
-
-
-def test_an_optimizer_that_cannot_tell_its_state_is_refused(tmp_path):
-    """With what to do."""
-
-    class Bare:
-        def zero_grad(self, set_to_none=True): ...
-        def step(self): ...
-
-    experiment = linear_experiment()
-    experiment.optimizer = Bare()
-    with pytest.raises(CheckpointError, match=r"optimizer.*no state_dict"):
-        hl.epoch_loop(experiment, epochs=1, checkpoints=Checkpoints(tmp_path))
 
 
 # -- one run to a folder --------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.guard.guard import Guard
 
 EPOCHS, BATCHES = 3, 4
 
@@ -111,59 +109,6 @@ def test_optimizers_modules_and_figures_of_the_experiment_do_not_notice_interven
     assert {name for name, value in experiment.left().items() if value != before[name]} >= {"figures", "running"}
 
 
-class Average:
-    """An average of weights that is no module, and tells its state."""
-
-    def __init__(self) -> None:
-        self.shadow = torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
-
-
-@dataclass
-class Progress:
-    steps: int = 0
-    best: list[float] = field(default_factory=list)
-
-
-def test_an_experiment_of_functions_declares_by_its_attributes():
-    """Its second optimizer and network; containers in containers, dataclasses, objects that tell their state."""
-
-    def train(*hooks: hl.TrainingHook) -> list[Any]:
-        torch.manual_seed(0)
-        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-        optimizers = [torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())]
-        average, progress, counts = Average(), [Progress()], {"of": {"steps": [0]}, "average": Average()}
-
-        def train_step(batch):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            (model(batch) - other(batch)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for one in (average, counts["average"]):
-                one.shadow = one.shadow + model.weight.detach()[0]
-            progress[0].steps += 1
-            progress[0].best.append(progress[0].steps)
-            counts["of"]["steps"].append(progress[0].steps)
-
-        experiment = hl.Experiment(model, loader=[torch.randn(4, 2)] * BATCHES, train_step=train_step)
-        experiment.other, experiment.optimizers, experiment.average = other, optimizers, average
-        experiment.progress, experiment.counts = progress, counts
-        hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(hooks=hooks))
-        states = [value.tolist() for each in optimizers for state in each.state.values() for value in state.values()]
-        weights = [value.tolist() for value in (*other.state_dict().values(), *other.parameters())]
-        grads = [parameter.grad.tolist() for parameter in other.parameters()]
-        shadows = [average.shadow.tolist(), counts["average"].shadow.tolist()]
-        return [*states, *weights, *grads, *shadows, progress, counts["of"]]
-
-    assert train() == train(Trains())
-
-
 def test_a_state_of_ones_own_adds_and_leaves_out():
     """Data stay where they are, and are not copied; an object that tells no state is declared by its attributes."""
 
@@ -207,12 +152,3 @@ def test_what_is_declared_is_what_has_a_state_and_what_is_plain():
         "maker", "judge", "optimizers", "schedulers", "average", "random", "seen", "running", "losses", "counts",
         "recent", "kinds",
     }  # fmt: skip
-
-
-def test_one_guard_serves_the_whole_run(monkeypatch):
-    """It keeps its memory from firing to firing, also where there is more to look after than model and optimizer."""
-    made = []
-    real = Guard.__init__
-    monkeypatch.setattr(Guard, "__init__", lambda self, *args, **kw: made.append(1) or real(self, *args, **kw))
-    hl.epoch_loop(Adversaries(), epochs=EPOCHS, manager=hl.HookManager(hooks=[Trains()]))
-    assert made == [1]

@@ -23,49 +23,6 @@ def test_points_come_in_the_order_that_hook_point_draws():
     assert hook.points == [*epoch, "SNAPSHOT", *epoch]
 
 
-def test_building_blocks_are_called_between_the_points():
-    """train_step, then flush, scheduler, evaluate; and whether to stop is asked last."""
-    events: list[str] = []
-
-    class Told(hl.sinks.MemorySink):
-        def emit(self, metrics, epoch, hook_point):
-            events.append(f"sink {hook_point.name}")
-
-        def flush(self):
-            events.append("flush")
-
-    class Loud(Noting):
-        def compute(self, ctx):
-            events.append(ctx.hook_point.name)
-            return {"one": 1}
-
-    experiment = linear_experiment(1)
-    experiment.train_step = lambda batch: events.append("train_step")
-    experiment.scheduler = SimpleNamespace(step=lambda: events.append("scheduler"))
-    experiment.evaluate = lambda model: events.append("evaluate")
-    experiment.should_stop = lambda epoch, metrics: events.append("should_stop")
-    experiment.on_epoch_end = lambda epoch, metrics: events.append("on_epoch_end")
-    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Loud()], sinks=[Told()]))
-    assert events == [
-        "PRE_EPOCH",
-        "sink PRE_EPOCH",
-        "PRE_STEP",
-        "train_step",
-        "POST_STEP",
-        "sink PRE_STEP",
-        "sink POST_STEP",
-        "scheduler",
-        "evaluate",
-        "POST_EPOCH",
-        "sink POST_EPOCH",
-        "SNAPSHOT",
-        "sink SNAPSHOT",
-        "on_epoch_end",
-        "should_stop",
-        "flush",
-    ]
-
-
 def test_steps_are_counted_from_0_over_the_whole_run():
     """Context, manager and schedule agree; at the end of an epoch it is the last step, before the first none."""
     hook = noting(step_schedule=hl.StepSchedule("stride", stride=2))
@@ -107,28 +64,6 @@ def test_contexts_have_what_applies_and_nothing_else():
     assert end.loss == pytest.approx(sum(losses) / 3, rel=1e-6)
     assert end.batch_data is end.batch_idx is None
     assert (end.train_acc, end.val_acc) == (0.5, 0.25)
-
-
-def test_the_loss_of_a_step_stays_on_its_device_until_it_is_read():
-    """What the hook is given is the tensor."""
-    hook = noting("POST_STEP")
-    hl.epoch_loop(linear_experiment(1), epochs=1, manager=hl.HookManager(hooks=[hook]))
-    assert isinstance(hook.contexts[0].raw("loss"), torch.Tensor)
-    assert isinstance(hook.contexts[0].loss, float)
-    assert not hook.contexts[0].raw("loss").requires_grad
-
-
-def test_step_metrics_go_out_once_an_epoch_and_before_its_end():
-    """As lists, one value a step."""
-    sink, hook = hl.sinks.MemorySink(), noting("POST_STEP", "POST_EPOCH")
-    hl.epoch_loop(linear_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
-    found = [(record.epoch, record.hook_point.name, record.metrics["noting/seen"]) for record in sink.records]
-    assert found == [
-        (0, "POST_STEP", [1, 2, 3]),
-        (0, "POST_EPOCH", 4),
-        (1, "POST_STEP", [5, 6, 7]),
-        (1, "POST_EPOCH", 8),
-    ]
 
 
 def test_snapshots_follow_the_configuration_unless_the_loop_is_told():
@@ -226,17 +161,6 @@ def test_a_hook_that_will_never_fire_is_named_at_the_start():
     assert caught[0].filename == __file__
 
 
-def test_hooks_keep_to_what_they_declared_for_this_loop():
-    """loop_points hold although the manager was not told which loop it would be in."""
-    hook = noting("POST_STEP", "POST_EPOCH")
-    hook.loop_points = {"epoch": {hl.HookPoint.POST_EPOCH}, "step": {hl.HookPoint.POST_STEP}}
-    manager = hl.HookManager(hooks=[hook])
-    hl.epoch_loop(linear_experiment(2), epochs=1, manager=manager)
-    assert hook.points == ["POST_EPOCH"]
-    hl.step_loop(linear_experiment(2), steps=2, manager=manager)
-    assert hook.points[1:] == ["POST_STEP", "POST_STEP"]
-
-
 def test_a_model_that_arrives_in_evaluation_mode_is_trained_in_training_mode():
     """As those of Hugging Face do; parts of a training model that were frozen on purpose stay as they are."""
     modes = []
@@ -271,22 +195,3 @@ def test_options_are_checked(options, text):
     """Before anything happens."""
     with pytest.raises(hl.errors.OptionError, match=text):
         hl.epoch_loop(linear_experiment(1), **options)
-
-
-@pytest.mark.parametrize("given", [[hl.TrainingHook()], hl.TrainingHook()])
-def test_a_manager_is_a_manager(given):
-    """Hooks alone have to be put into one."""
-    with pytest.raises(
-        hl.errors.OptionError, match=r"manager= is a HookManager\(hooks=\[...\], sinks=\[...\]\), got a"
-    ):
-        hl.epoch_loop(linear_experiment(1), epochs=1, manager=given)
-
-
-def test_a_learning_rate_on_the_device_is_fetched_when_it_is_read():
-    """It stays what it was when the hook was shown it."""
-    experiment, hook = linear_experiment(2), noting("POST_STEP")
-    experiment.optimizer = torch.optim.Adam(experiment.model.parameters(), lr=torch.tensor(0.5))
-    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
-    experiment.optimizer.param_groups[0]["lr"].fill_(7.0)
-    assert [isinstance(ctx.raw("lr"), torch.Tensor) for ctx in hook.contexts] == [True, True]
-    assert [ctx.lr for ctx in hook.contexts] == [0.5, 0.5]

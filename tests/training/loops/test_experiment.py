@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from helpers_loops import linear_experiment, noting, rich_experiment
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.phases import phase
@@ -66,25 +65,6 @@ def test_with_accumulation_a_step_is_one_of_the_optimizer():
     assert [len(ctx.batch_data) for ctx in hook.at("PRE_STEP")] == [2, 2, 1]
     [(_, norms)] = sink.series("Same/norm")
     assert norms[-1] == pytest.approx(experiment.model.bias.grad.norm().item(), rel=1e-6)
-
-
-def test_each_epoch_may_have_a_loader_of_its_own():
-    """Which is what hooks are shown, and what interventions train on."""
-    loaders = [DataLoader(TensorDataset(torch.full((4, 1), float(n)), torch.zeros(4, 1))) for n in range(2)]
-    seen = []
-
-    class Looks(hl.InterventionHook):
-        hook_points = {hl.HookPoint.PRE_EPOCH, hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            seen.append(loaders.index(run_ctx.loader))
-            seen.append(next(iter(model_ctx.get_shuffled_loader()))[0].item())
-
-    model = nn.Linear(1, 1)
-    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    experiment.get_loader = lambda epoch: loaders[epoch]
-    hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[Looks()]))
-    assert seen == [0, 0.0, 0, 0.0, 1, 1.0, 1, 1.0]
 
 
 def test_an_experiment_can_be_a_class():
@@ -187,88 +167,6 @@ def test_interventions_train_as_the_run_does(options):
     assert all(map(torch.equal, hook.reached, weights))
 
 
-def test_interventions_with_accumulation_make_as_many_steps_as_the_run():
-    """Also of a shuffled loader: two of its batches make a step, and the fifth makes one alone."""
-    steps = []
-
-    class Shuffles(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            before = model_ctx.optimizer_state("weight")["step"].item()
-            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
-            steps.append(model_ctx.optimizer_state("weight")["step"].item() - before)
-
-    experiment = linear_experiment(5, accumulate=2)
-    experiment.optimizer = torch.optim.AdamW(experiment.model.parameters())
-    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
-    assert steps == [3]
-
-
-def test_what_a_training_step_keeps_on_the_experiment_does_not_count_interventions():
-    """Numbers and generators; a run whose data depend on them goes on as without hooks."""
-
-    class Counts(hl.Experiment):
-        def __init__(self):
-            given = linear_experiment(3)
-            super().__init__(given.model, given.optimizer, given.loader)
-            self.seen, self.random = 0, torch.Generator().manual_seed(0)
-
-        def train_step(self, batch):
-            self.seen += 1
-            noise = torch.randn(4, 1, generator=self.random) * self.seen
-            return super().train_step((batch[0], batch[1] + noise))
-
-    def train(*hooks):
-        experiment = Counts()
-        hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks))
-        return experiment.seen, experiment.model.weight.detach()
-
-    hook = OneMoreEpoch()
-    (plain_seen, plain), (seen, weight) = train(), train(hook)
-    assert plain_seen == seen == 6
-    assert torch.equal(plain, weight)
-    assert len(hook.reached) == 2
-
-
-def test_an_experiment_may_say_how_its_data_are_shuffled():
-    """Data that can only be iterated are refused otherwise."""
-
-    class Stream:
-        def __iter__(self):
-            return iter(linear_experiment(2).loader)
-
-    class Shuffles(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            return {"batches": len(list(model_ctx.get_shuffled_loader()))}
-
-    given = linear_experiment(2)
-    sink = hl.sinks.MemorySink()
-    experiment = hl.Experiment(given.model, given.optimizer, Stream())
-    with pytest.raises(hl.errors.LifecycleError, match="'Stream' can only be iterated"):
-        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
-    experiment.shuffled_loader = lambda generator: [given.loader[i] for i in torch.randperm(2, generator=generator)]
-    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()], sinks=[sink]))
-    assert sink.latest["Shuffles/batches"] == 2
-
-
-def test_an_experiment_with_nothing_but_a_step_has_no_loss_to_differentiate():
-    """Rather than the usual one, which it does not train by."""
-
-    class Asks(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_STEP}
-
-        def intervene(self, run_ctx, model_ctx):
-            model_ctx.compute_batch_gradients()
-
-    given = linear_experiment(1)
-    experiment = hl.Experiment(given.model, given.optimizer, given.loader, train_step=lambda batch: 0.0)
-    with pytest.raises(hl.errors.LifecycleError, match="requires a loss_fn"):
-        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Asks()]))
-
-
 # -- scheduler -------------------------------------------------------------------------------------------------
 
 
@@ -282,15 +180,6 @@ def test_the_scheduler_counts_epochs_or_steps(per, lrs):
     assert [ctx.lr for ctx in hook.contexts] == pytest.approx(lrs)
 
 
-@pytest.mark.parametrize(("per", "counted"), [(None, 6), ("epoch", 2)])
-def test_a_cycle_counts_steps_unless_it_is_told(per, counted):
-    """It is made for them; by epochs it would hardly begin, and nothing would say so."""
-    experiment = linear_experiment(3, scheduler_per=per)
-    experiment.scheduler = torch.optim.lr_scheduler.OneCycleLR(experiment.optimizer, max_lr=0.5, total_steps=7)
-    hl.epoch_loop(experiment, epochs=2)
-    assert experiment.scheduler.last_epoch == counted
-
-
 def test_a_scheduler_that_watches_a_plateau_is_given_the_loss():
     """It takes one; a constant loss lowers the rate."""
     experiment = linear_experiment(2)
@@ -298,14 +187,6 @@ def test_a_scheduler_that_watches_a_plateau_is_given_the_loss():
     experiment.train_step = lambda batch: torch.tensor(1.0)
     hl.epoch_loop(experiment, epochs=4)
     assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-def test_a_plateau_without_a_loss_is_an_error():
-    """There is nothing to watch."""
-    experiment = linear_experiment(1, train_step=lambda batch: hl.training.StepResult(None))
-    experiment.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(experiment.optimizer)
-    with pytest.raises(hl.errors.OptionError, match="goes by the training loss"):
-        hl.epoch_loop(experiment, epochs=1)
 
 
 # -- scaler ----------------------------------------------------------------------------------------------------
@@ -372,51 +253,7 @@ def test_evaluation_leaves_training_as_it_was():
     assert [module.training for module in experiment.model] == [True, False, True, True, True]
 
 
-def test_an_evaluation_that_raises_leaves_modes_and_streams():
-    """And comes out."""
-
-    def evaluate(model):
-        torch.rand(1)
-        raise ZeroDivisionError
-
-    experiment = linear_experiment(1, evaluate=evaluate)
-    before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError):
-        hl.epoch_loop(experiment, epochs=1)
-    assert experiment.model.training
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_trackers_count_training_alone():
-    """Inputs of training never get through the ReLU; those of the evaluation and of an intervention always do."""
-    policy = hl.metta.PolicyAutoBuilder({"relu": nn.Sequential(nn.Linear(1, 1), nn.ReLU())})
-    nn.init.ones_(policy.components["relu"][0].weight)
-    nn.init.zeros_(policy.components["relu"][0].bias)
-    context, through = hl.metta.ComponentContext(), torch.ones(4, 1)
-    hook = hl.metta.attach_relu_activation_hooks()("relu", context)
-
-    class Looks(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            return {"mean": model_ctx.model(through).mean()}
-
-    data = [(-torch.ones(4, 1), torch.zeros(4, 1))] * 3
-    experiment = hl.Experiment(policy, torch.optim.SGD(policy.parameters(), lr=0.1), data)
-    experiment.evaluate = lambda model: {"mean": model(through).mean()}
-    with policy.register_component_hook_rule(component_name="relu", hook=hook):
-        result = hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[Looks()]))
-    assert result.metrics["mean"] == 1.0
-    assert context.model_metrics["relu_activation_state"].to_metrics() == {"activations/relu/relu/0": 0.0}
-
-
 # -- data ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("given", "loss"), [(True, None), (None, None), (2, 2.0), ({"more": 1}, None)])
-def test_a_step_may_return_no_loss(given, loss):
-    """True is no loss of 1."""
-    assert hl.epoch_loop(linear_experiment(2, train_step=lambda batch: given), epochs=1).loss == loss
 
 
 # -- the usual loss --------------------------------------------------------------------------------------------

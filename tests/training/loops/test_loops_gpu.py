@@ -90,30 +90,3 @@ def test_a_run_with_hooks_on_a_gpu_is_the_run_without(loop, scaled):
     hooked = run(loop, make_experiment(**options()), hl.HookManager(hooks=[Looks(), Shuffled()], sinks=[sink]))
     assert [name for name in plain if not torch.equal(plain[name], hooked[name])] == []
     assert {"Looks/norm", "Shuffled/weight"} <= sink.latest.keys()
-
-
-def train_without_waiting(manager: hl.HookManager) -> None:
-    """Steps alone: at the end of an epoch metrics go to the sinks, which waits once."""
-    experiment = make_experiment()
-    step = experiment.train_step
-
-    def train_step(batch):
-        torch.cuda.set_sync_debug_mode("error")  # from the first step on
-        return step(batch)
-
-    experiment.train_step = train_step
-    real_flush = manager.flush_step_metrics
-    manager.flush_step_metrics = lambda epoch: (torch.cuda.set_sync_debug_mode("default"), real_flush(epoch))[1]
-    try:
-        hl.epoch_loop(experiment, epochs=2, manager=manager)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_steps_wait_for_the_device_only_if_a_hook_reads():
-    """Observers at every step with gradients of the step before; negative control: one that reads the loss."""
-    train_without_waiting(hl.HookManager(hooks=[Looks()], sinks=[hl.sinks.MemorySink()]))
-    reader = Looks()
-    reader.reads = True
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        train_without_waiting(hl.HookManager(hooks=[reader]))

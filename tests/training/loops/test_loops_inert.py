@@ -11,8 +11,6 @@ import pytest
 import torch
 from helpers_loops import left_by, rich_experiment
 from helpers_training import differences
-from torch import nn
-from torch.utils.data import DataLoader
 
 import hookline as hl
 
@@ -150,14 +148,6 @@ def test_a_run_with_hooks_is_the_run_without(run, options):
 
 
 @LOOPS
-def test_a_run_with_hooks_under_strict_is_the_run_without(run):
-    """Checking observers changes nothing either."""
-    plain, _ = plain_run(run)
-    hooked, _ = run(hl.HookManager(hooks=hooks(), strict=True))
-    assert differences(plain, hooked) == []
-
-
-@LOOPS
 def test_a_hook_that_falsely_claims_to_be_pure_shows(run):
     """Negative control: its draws shift the masks of dropout."""
     liar = Noisy(0)
@@ -196,64 +186,6 @@ class Elsewhere(hl.InterventionHook):
         model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
         model_ctx.compute_gradients()
         torch.rand(3)
-
-
-def test_a_loader_whose_workers_persist_is_not_cut_short():
-    """Its iterator is one and the same for ever; to iterate it in an intervention would end the epoch."""
-
-    def train(*hooks):
-        experiment = rich_experiment(batches=6)
-        experiment.loader = DataLoader(
-            experiment.loader.dataset,
-            batch_size=8,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(2),
-            num_workers=1,
-            persistent_workers=True,
-            multiprocessing_context="fork",
-        )
-        result = hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks))
-        return result.steps, left_by(experiment)
-
-    (plain_steps, plain), (steps, hooked) = train(), train(Elsewhere(), Noisy(0))
-    assert plain_steps == steps == 12
-    assert differences(plain, hooked) == []
-
-
-@pytest.mark.parametrize("wrap", ["aot_eager", "ddp"])
-def test_compiled_and_parallel_models_are_trained_as_without_hooks(wrap, tmp_path):
-    """With interventions that train; names carry no prefixes."""
-    seen = set()
-
-    class Named(hl.TrainingHook):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-        needs_grads = True
-
-        def compute(self, ctx):
-            seen.update(ctx.accumulated_grads)
-
-    def train(*hooks):
-        experiment = rich_experiment()
-        inner = experiment.model
-        if wrap == "aot_eager":
-            experiment.model = torch.compile(inner, backend="aot_eager")
-        else:
-            experiment.model = nn.parallel.DistributedDataParallel(inner)
-        hl.epoch_loop(experiment, epochs=4, manager=hl.HookManager(hooks=hooks))
-        experiment.model = inner
-        return left_by(experiment)
-
-    if wrap == "ddp":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        plain, hooked = train(), train(Elsewhere(), Noisy(0), Named())
-    finally:
-        if wrap == "ddp":
-            torch.distributed.destroy_process_group()
-        torch.compiler.reset()
-    assert differences(plain, hooked) == []
-    assert {"0.weight", "1.bias", "4.weight"} <= seen
-    assert not [name for name in seen if "module" in name or "_orig_mod" in name]
 
 
 @LOOPS

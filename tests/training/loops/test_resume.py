@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_loops import left_by, linear_experiment, rich_experiment
+from helpers_loops import left_by, rich_experiment
 from helpers_resume import (
     PASS,
     NeedsAll,
@@ -24,7 +24,6 @@ from helpers_training import differences
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 import hookline as hl
-from hookline.errors import ResumeError
 from hookline.training.checkpoints import Checkpoints
 
 
@@ -67,14 +66,6 @@ class KnowsItsPlace:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.passes, self.at = state["passes"], state["at"]
-
-
-class Drawing:
-    """Can only be iterated; draws its batches from the stream of the run."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(PASS):
-            yield torch.randn(8, 6), torch.randint(3, (8,))
 
 
 class CountsItself:
@@ -229,23 +220,3 @@ def test_a_hook_that_may_go_back_to_before_the_epoch_has_it_done_again(tmp_path)
     assert differences(left_by(seen[0]), left_by(seen[1])) == []
     assert differences(left_by(seen[1]), left_by(seen[2])) == []
     assert found[0] == found[1] != []
-
-
-def test_data_that_are_said_to_come_again_are_gone_through_again(tmp_path):
-    """``replay=True``: no warning, and the middle of the pass is the middle of the pass."""
-    make_experiment = with_loader(Drawing)
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, (2, 8), replay=True)
-    assert differences(left_by(expected), left_by(experiment)) == []
-
-
-def test_data_that_have_become_fewer_are_noticed(tmp_path):
-    """Instead of skipping over what is not there."""
-    hl.epoch_loop(
-        linear_experiment(batches=4),
-        epochs=1,
-        manager=hl.HookManager(hooks=[StopAt(2)]),
-        checkpoints=Checkpoints(tmp_path),
-    )
-    with pytest.raises(ResumeError, match=r"after 3 steps.*data for 2"):
-        hl.epoch_loop(linear_experiment(batches=2), epochs=1, checkpoints=Checkpoints(tmp_path), resume=True)

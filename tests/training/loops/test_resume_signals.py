@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from helpers_warm import WarmPopen, run_warm
 
 import hookline as hl
 from hookline.errors import ResumeError
-from hookline.training.checkpoints import Checkpoints, StopSignals
+from hookline.training.checkpoints import Checkpoints
 
 
 class Presses(hl.TrainingHook):
@@ -102,95 +101,6 @@ def test_the_second_press_leaves_at_once(tmp_path):
     assert Checkpoints(tmp_path).newest().name == "step_00000004.pt"
     result = hl.epoch_loop(linear_experiment(), epochs=5, checkpoints=Checkpoints(tmp_path), resume=True)
     assert result.steps == 15
-
-
-def test_a_handler_of_the_users_own_is_called_as_well(tmp_path, monkeypatch):
-    """At once; the run stops and is saved all the same. It is back afterwards."""
-    calls = []
-
-    def mine(number, frame):
-        calls.append(number)
-
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        manager = hl.HookManager(hooks=[Presses("POST_STEP", 1, signal.SIGTERM)])
-        result = hl.epoch_loop(linear_experiment(), epochs=2, manager=manager, checkpoints=Checkpoints(tmp_path))
-        assert signal.getsignal(signal.SIGTERM) is mine
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (calls, result.interrupted, result.steps) == ([signal.SIGTERM], "SIGTERM", 2)
-
-
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
-    """As ``nohup`` has it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        manager = hl.HookManager(hooks=[Presses("POST_STEP", 1)])
-        result = hl.epoch_loop(linear_experiment(), epochs=2, manager=manager, checkpoints=Checkpoints(tmp_path))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (result.interrupted, result.steps) == (None, 6)
-
-
-def test_without_checkpoints_no_handler_is_set():
-    """Ctrl-C is Python's."""
-    seen = []
-    experiment = linear_experiment(on_epoch_end=lambda *_: seen.append(signal.getsignal(signal.SIGINT)))
-    hl.epoch_loop(experiment, epochs=1)
-    assert seen == [signal.default_int_handler]
-
-
-def test_in_another_thread_the_run_is_saved_without_handlers(tmp_path):
-    """Only the main thread may set them."""
-    results = []
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(
-        target=lambda: results.append(hl.epoch_loop(linear_experiment(), epochs=2, checkpoints=Checkpoints(tmp_path)))
-    )
-    thread.start()
-    thread.join(PATIENCE)
-    assert results[0].steps == 6
-    assert signal.getsignal(signal.SIGINT) is before
-    assert len(Checkpoints(tmp_path).paths()) == 2
-
-
-def test_a_worker_that_dies_by_the_same_press_does_not_hide_it(tmp_path):
-    """Ctrl-C goes to the whole group: a loader that fails because of it is not an error of the run."""
-
-    class Fails:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            if index == 2:
-                signal.raise_signal(signal.SIGINT)
-                raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
-            return torch.ones(4, 2), torch.ones(4, 1)
-
-        def __iter__(self):
-            return (self[index] for index in range(4))
-
-    experiment = linear_experiment()
-    experiment.loader = Fails()
-    result = hl.epoch_loop(experiment, epochs=2, checkpoints=Checkpoints(tmp_path))
-    assert (result.interrupted, result.steps) == ("SIGINT", 2)
-    assert Checkpoints(tmp_path).newest().name == "step_00000002.pt"
-
-
-def test_a_forked_process_ignores_the_press_and_ends_by_termination():
-    """Workers inherit the handlers, and must not act on them."""
-    with StopSignals() as interruption:
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            if interruption.came is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(3)
-        _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGTERM
-    assert interruption.came is None
 
 
 # -- real processes -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from helpers_loops import linear_experiment, noting
 from torch import nn
 
 import hookline as hl
-from hookline.training.run import Gradients
 
 
 def test_points_are_post_step_and_snapshot():
@@ -119,69 +118,12 @@ def test_mean_gradients_are_those_since_the_last_snapshot():
         torch.testing.assert_close(ctx.accumulated_grads["weight"], expected, atol=1e-6, rtol=0)
 
 
-def test_windows_are_of_steps(monkeypatch):
-    """Both ends count; gradients are added up only on the way to a snapshot inside the window."""
-    added = []
-    real = Gradients.add
-    monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real(self))
-    after = noting("POST_STEP", loop_points={"step": {hl.HookPoint.POST_STEP: (3, 5)}})
-    at = noting("SNAPSHOT", needs_grads=True, loop_points={"step": {hl.HookPoint.SNAPSHOT: (4, 4)}})
-    at.name = "at"
-    hl.step_loop(linear_experiment(2), steps=9, manager=hl.HookManager(hooks=[after, at]), snapshot_every=2)
-    assert [ctx.step for ctx in after.contexts] == [3, 4, 5]
-    assert [ctx.step for ctx in at.contexts] == [4]
-    assert len(added) == 2
-
-
-def test_gradients_are_not_added_up_for_a_snapshot_that_will_not_come(monkeypatch):
-    """The run is over before it."""
-    added = []
-    real = Gradients.add
-    monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real(self))
-    hook = noting("SNAPSHOT", needs_grads=True)
-    hl.step_loop(linear_experiment(2), steps=30, manager=hl.HookManager(hooks=[hook]), snapshot_every=20)
-    assert [ctx.step for ctx in hook.contexts] == [0, 20]
-    assert len(added) == 21
-
-
-def test_there_is_no_epoch_to_go_back_to():
-    """Said to a hook that has declared the need, and so cannot be told to."""
-
-    class GoesBack(hl.InterventionHook):
-        hook_points = {hl.HookPoint.SNAPSHOT}
-        needs_pre_epoch_state = True
-
-        def intervene(self, run_ctx, model_ctx):
-            model_ctx.restore_pre_epoch()
-
-    with pytest.raises(hl.errors.LifecycleError, match=r"epoch loop"):
-        hl.step_loop(linear_experiment(2), steps=1, manager=hl.HookManager(hooks=[GoesBack()]))
-
-
-def test_without_data_and_a_step_of_its_own_nothing_can_be_trained():
-    """The usual loss would complain of a batch that nobody gave."""
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(hl.errors.OptionError, match="no loader to take batches from"):
-        hl.step_loop(hl.Experiment(model, optimizer), steps=1)
-    decays = hl.Experiment(model, optimizer, loss_fn=lambda model, batch: model.weight.square().sum())
-    assert hl.step_loop(decays, steps=2).steps == 2
-
-
 def test_a_run_without_data_makes_steps_all_the_same():
     """train_step(None), if it brings its own."""
     model, batches = nn.Linear(1, 1), []
     experiment = hl.Experiment(model, train_step=lambda batch: batches.append(batch))
     assert hl.step_loop(experiment, steps=3).steps == 3
     assert batches == [None] * 3
-
-
-def test_a_loader_that_gives_nothing_more_is_an_error():
-    """An iterator can be gone through but once."""
-    experiment = linear_experiment(2)
-    experiment.loader = iter(experiment.loader)
-    with pytest.raises(hl.errors.OptionError, match="no batch in pass 1"):
-        hl.step_loop(experiment, steps=3)
 
 
 def test_a_scheduler_that_counts_epochs_has_no_place_here():

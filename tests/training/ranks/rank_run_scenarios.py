@@ -197,46 +197,6 @@ def reductions() -> dict[str, Any]:
     }
 
 
-def one_exchange_per_record() -> list[list[str]]:
-    """Return the collectives of our own channels, firing by firing, once names are agreed on."""
-    manager = hl.HookManager(hooks=[Local()], sinks=[Records()])
-    assert manager.output.ranks is not None
-    counts: list[list[str]] = []
-    for epoch in range(3):
-        with _Counted() as counted:
-            for _ in range(4):
-                manager.advance_step(epoch)
-                manager.fire(hl.HookPoint.POST_STEP, epoch=epoch)
-        counts.append([f"{len([one for one in counted.made if 'gather' in one])} gathers in steps"])
-        with _Counted() as counted:
-            manager.flush_step_metrics(epoch)
-        counts.append(counted.made)
-        with _Counted() as counted:
-            manager.fire(hl.HookPoint.POST_EPOCH, epoch=epoch)
-        counts.append(counted.made)
-    return counts[-3:]
-
-
-class _Counted:
-    def __enter__(self) -> _Counted:
-        self.made: list[str] = []
-        self._real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
-        for name, real in self._real.items():
-            setattr(dist, name, self._counting(name, real))
-        return self
-
-    def _counting(self, name: str, real: Any) -> Any:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            self.made.append(f"{name} {str(kwargs.get('op', '')).rpartition('.')[2]}".strip())
-            return real(*args, **kwargs)
-
-        return count
-
-    def __exit__(self, *exc_info: object) -> None:
-        for name, real in self._real.items():
-            setattr(dist, name, real)
-
-
 def stops_together() -> tuple[int, bool]:
     """One rank has enough; both stop after the same step."""
     made = experiment(should_stop=lambda step, metrics: dist.get_rank() == 1 and step == 4)
@@ -354,7 +314,7 @@ def other_hooks() -> str:
 def all_together() -> dict[str, Any]:
     """Run every case that all ranks come back from."""
     cases = [
-        parts_of_data, unshareable, left_alone, reductions, one_exchange_per_record, stops_together, inert,
+        parts_of_data, unshareable, left_alone, reductions, stops_together, inert,
         trains_another_name, raises_everywhere, other_hooks,
     ]  # fmt: skip
     return run_cases(cases)

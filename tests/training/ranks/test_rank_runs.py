@@ -70,17 +70,6 @@ def test_records_are_of_all_ranks_and_go_to_the_sinks_of_rank_zero(both):
     assert first["names"] == second["names"]
 
 
-@pytest.mark.full
-def test_four_ranks_make_one_record():
-    """Sum, maximum, mean and list of four; all end with the same weights."""
-    found = run_ranks(f"{SCENARIOS}:reductions", ranks=4)
-    epoch = found[0]["epoch"]
-    assert (epoch["local/count"], epoch["local/a/max"], epoch["local/plain"]) == (18, 3.0, 2.5)
-    assert epoch["local/all"] == ["r0", "r1", "r2", "r3"]
-    assert [one["result"] for one in found] == [found[0]["result"]] * 4
-    assert [one["synced"] for one in found] == [found[0]["synced"]] * 4
-
-
 def test_loss_and_evaluation_are_of_all_ranks(both):
     """The result is the same on both, and the evaluation saw the model without its wrapper."""
     first, second = (found["reductions"] for found in both)
@@ -90,14 +79,6 @@ def test_loss_and_evaluation_are_of_all_ranks(both):
     assert set(first["seen"] + second["seen"]) == {"Net"}
     assert first["parameters"][0] == "body.0.weight"
     assert first["synced"] == second["synced"]
-
-
-def test_a_record_costs_one_exchange_and_a_step_none(both):
-    """However many metrics it has, and by whatever rule they are reduced."""
-    for found in both:
-        steps, flush, epoch = found["one_exchange_per_record"]
-        assert steps == ["0 gathers in steps"]
-        assert flush == epoch == ["all_gather_object"]
 
 
 def test_a_rank_that_has_enough_stops_all(both):
@@ -135,14 +116,6 @@ def test_the_policy_holds_on_all_ranks(both, point, policy):
     assert [one["ended"] for one in found] == ["went on"] * 2
     assert [one["off"] for one in found] == [policy == "disable"] * 2
     assert all(any("on rank 1" in text for text in one["warned"]) for one in found)
-
-
-@pytest.mark.parametrize("point", ["POST_EPOCH", "start"])
-def test_an_error_counts_once_on_every_rank(both, point):
-    """Also on the rank where the hook raised, which learns of it again from the others."""
-    first, second = (found["raises_everywhere"][f"{point} warn"]["errors"] for found in both)
-    assert first
-    assert first == second
 
 
 def test_other_hooks_on_one_rank_are_an_error_on_every_rank(both):
@@ -202,14 +175,6 @@ def test_what_a_built_in_hook_declares_fits_its_metrics(name):
 
 
 # -- the command line ----------------------------------------------------------------------------------------
-
-
-def test_the_example_ends_alike_on_both_ranks():
-    """`examples/torchrun_hooks.py`, with two processes."""
-    example = Path(__file__).parents[3] / "examples" / "torchrun_hooks.py"
-    first, second = run_ranks(f"{example}:main", initialize=False)
-    assert first == second
-    assert first.steps == 32
 
 
 def test_hookline_run_on_two_ranks_writes_one_log_and_one_page(tmp_path):
