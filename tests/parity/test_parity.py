@@ -157,8 +157,8 @@ def test_recorded_logprobs_need_no_engine() -> None:
     ("engine", "sequences", "words"),
     [
         (lambda given: [], [[2, 3]], "gave 0"),
-        (lambda given: [(ids + [4], [None]) for ids in given], [[2, 3]], "without a log-prob"),
-        (lambda given: [(ids + [9999], [-1.0]) for ids in given], [[2, 3]], "trainer knows"),
+        (lambda given: [([*ids, 4], [None]) for ids in given], [[2, 3]], "without a log-prob"),
+        (lambda given: [([*ids, 9999], [-1.0]) for ids in given], [[2, 3]], "trainer knows"),
         (lambda given: [([2, 7, 8], [-1.0]) for ids in given], [[2, 3]], None),
         (None, [[2, 3]], "needs a completion"),
         (None, [{"prompt": [2], "completion": [3, 4], "logprobs": [-1.0]}], "2 tokens"),

@@ -109,9 +109,7 @@ def _possible(case: Case, layers: LayerErrors | None) -> Sequence[_Fault]:
     if layers is None or not layers.bad:
         return every
     blocks = [name for name in layers.bad if name in case.trainer.blocks]
-    if not blocks:
-        return every[:2]
-    return every[2:] if len(blocks) > len(case.trainer.blocks) / 2 else ()
+    return every[2:] if blocks else every[:2]
 
 
 # -- parameters --------------------------------------------------------------------------------------------------
@@ -329,6 +327,8 @@ def _from_layers(case: Case, layers: LayerErrors, before: float) -> tuple[Cause,
     if stays > 0.95 * earlier:
         text = f"{worst} stands out ({layers.scale[worst]:.2g} times), but healing it does not close the gap"
         return Cause("unsure", "unknown", text, stays), None
+    if len(blocks) > 1 and stays > case.limits.gap * case.yardstick:
+        return Cause("unsure", "unknown", f"{listed(blocks)} stand out, and healing {worst} leaves {stays:.2g}"), None
     inside = _inside(case, worst)
     return _named_inside(case, layers, worst, inside, earlier, stays), inside
 

@@ -10,7 +10,6 @@ The same with the trainer's own states in its copy of higher precision says how 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -66,17 +65,9 @@ class LayerErrors:
 
     @property
     def bad(self) -> list[str]:
-        """Return the modules with more error than expected, the worst first.
-
-        Unless most are: engines round in other places than trainers, and then all modules have some more.
-        """
+        """Return the modules with more error than expected, the worst first."""
         scale = self.scale
-        blocks = [value for name, value in scale.items() if name != HEAD] or [1.0]
-        usual = max(1.0, min(statistics.median(blocks), self.limit))
-        found = [name for name, value in scale.items() if value >= self.limit * (usual if self.limit < 4 else 1.0)]
-        if not found and min(blocks[1:-1] or blocks) >= self.limit:
-            found = [name for name in scale if name != HEAD]
-        return sorted(found, key=lambda name: -scale[name])
+        return sorted((name for name in scale if scale[name] >= self.limit), key=lambda name: -scale[name])
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return a row for each module."""
