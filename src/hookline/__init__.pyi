@@ -24,6 +24,7 @@ from hookline.debug.audit.audit import audit as audit
 from hookline.debug.compare.compare import compare as compare
 from hookline.debug.compare.trace import trace as trace
 from hookline.debug.diagnose.doctor import doctor as doctor
+from hookline.debug.parity.parity import parity as parity
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning

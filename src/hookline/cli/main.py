@@ -31,11 +31,12 @@ COMMANDS: Final = {
     "serve": "serve a model over HTTP, with hooks",
     "report": "make the HTML page of one or more runs",
     "compare": "find where two traced runs part, and whether that is rounding",
+    "parity": "say how far a trainer's model and an engine are apart, and why",
     "replay": "feed a run's records to another destination",
     "new": "write a file to start from: experiment, hook or sink",
 }
 """What each command does: a function of its name takes the arguments."""
-_OWN_FILES: Final = ("run", "audit", "serve")
+_OWN_FILES: Final = ("run", "audit", "parity", "serve")
 """Commands with a module of their name; the others are in ``commands``."""
 
 _HELP: Final = """\

@@ -1,0 +1,80 @@
+"""`ParityCallback`: compare trainer and engine every few steps of TRL's GRPO trainer, on the samples at hand."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hookline.debug.parity.parity import parity
+from hookline.errors import OptionError
+
+__all__ = ["ParityCallback"]
+
+logger = logging.getLogger("hookline.parity")
+
+
+class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
+    """Log ``parity/gap``, ``parity/times`` and ``parity/outside`` every so many steps of a trainer that samples.
+
+    Recipe::
+
+        callback = ParityCallback(engine="http://localhost:8000", every=50)
+        trainer = GRPOTrainer(model, rewards, args=args, train_dataset=data, callbacks=[callback])
+        callback.follow(trainer)
+        trainer.train()
+
+    It reads the completions and log-probs that the trainer keeps for its next losses (``_buffered_inputs``; the
+    trainer has to use vLLM, else it has no log-probs of an engine). The sentence goes to the log of
+    ``hookline.parity``.
+
+    Args:
+        engine: Any engine of `parity`, to find the layer as well; None compares the kept log-probs alone.
+        every: So many steps lie between two comparisons; the first is after the first step.
+        most: At most so many sequences are compared.
+        options: Of `parity`.
+    """
+
+    def __init__(self, engine: Any = None, every: int = 50, most: int = 16, **options: Any) -> None:
+        self._engine, self._every, self._most, self._options = engine, every, most, options
+        self._trainer: Any = None
+
+    def follow(self, trainer: Any) -> None:
+        """Say whose samples are compared."""
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Compare, if it is time to; an error is logged, and training goes on."""
+        if not state.is_world_process_zero or (state.global_step - 1) % self._every:
+            return
+        try:
+            options = {"tokenizer": others.get("processing_class"), **self._options}
+            found = parity(model, self._engine, self._sequences(), **options)
+        except Exception as error:
+            logger.warning("step %d: trainer and engine were not compared: %s", state.global_step, error)
+            return
+        logger.warning("step %d: %s", state.global_step, found.sentence)
+        times = found.gap.rms / found.yardstick
+        self._trainer.log({"parity/gap": found.gap.rms, "parity/times": times, "parity/outside": found.gap.outside})
+
+    def _sequences(self) -> list[dict[str, Any]]:
+        """Return what was sampled last, with the engine's log-probs."""
+        if self._trainer is None:
+            raise OptionError("Call follow(trainer) once the trainer is made.")
+        kept = getattr(self._trainer, "_buffered_inputs", None) or []
+        found = []
+        for batch in kept:
+            logprobs = batch.get("sampling_per_token_logps")
+            if logprobs is None:
+                raise OptionError("The trainer keeps no log-probs of an engine; it does with use_vllm=True.")
+            for row in range(len(logprobs)):
+                asked, given = batch["prompt_mask"][row].bool(), batch["completion_mask"][row].bool()
+                found.append(
+                    {
+                        "prompt": batch["prompt_ids"][row][asked].tolist(),
+                        "completion": batch["completion_ids"][row][given].tolist(),
+                        "logprobs": logprobs[row][given].tolist(),
+                    }
+                )
+        return found[: self._most]

@@ -1,0 +1,204 @@
+"""Small models, faults to plant in an engine, and rounding to bf16 by hooks, for tests of `hookline.parity`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 200
+
+
+def llama(seed: int = 0, *, layers: int = 4, width: int = 64) -> Any:
+    """Return a random Llama whose logits are spread as those of a trained one."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.12,
+        tie_word_embeddings=False, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return _spread(transformers.LlamaForCausalLM(config))
+
+
+def mixture(seed: int = 0) -> Any:
+    """Return a random mixture of four experts, of which each token takes two."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.12, num_local_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return _spread(transformers.MixtralForCausalLM(config))
+
+
+def _spread(model: Any) -> Any:
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0, 0.3)
+        model.model.embed_tokens.weight.normal_(0, 0.5)
+    return model.eval()
+
+
+def prompts(count: int = 8, seed: int = 0) -> list[list[int]]:
+    """Return prompts of 6 to 20 tokens, the first of which is BOS."""
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 20, (count,), generator=draws).tolist()
+    return [[2, *torch.randint(3, VOCABULARY, (length,), generator=draws).tolist()] for length in lengths]
+
+
+# -- rounding to bf16 --------------------------------------------------------------------------------------------
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rounded(each) for each in value)
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16).to(value.dtype) if is_number else value
+
+
+def as_trainer(model: Any) -> Any:
+    """Return a copy in float32 that rounds to bf16 after every module without children, and after each block."""
+    return _rounding(model, lambda name, module: not list(module.children()) or name.rpartition(".")[2].isdigit())
+
+
+def as_engine(model: Any) -> Any:
+    """Return a copy that rounds to bf16 in other places: the outputs of matrices, parts of blocks, and blocks."""
+    parts = ("self_attn", "mlp", "norm")
+    return _rounding(
+        model,
+        lambda name, module: (
+            isinstance(module, nn.Linear | nn.Embedding)
+            or name.endswith(parts)
+            or name.rpartition(".")[2].isdigit()
+            or "expert" in name
+        ),
+    )
+
+
+def _rounding(model: Any, rounds: Callable[[str, nn.Module], bool]) -> Any:
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(_rounded(weight))
+    for name, module in made.named_modules():
+        if name and rounds(name, module):
+            module.register_forward_hook(lambda module, args, output: _rounded(output))
+    return made
+
+
+def exact(model: Any) -> Any:
+    """Return a copy with the weights of `as_trainer` that rounds nothing."""
+    return _rounding(model, lambda name, module: False)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+
+def stale_layer(model: Any, size: float = 0.01) -> None:
+    """Move all matrices of layer 2, by a part of their spread."""
+    _move(model.model.layers[2].parameters(), size)
+
+
+def stale_weight(model: Any, size: float = 0.03) -> None:
+    """Move one matrix."""
+    _move([model.model.layers[1].mlp.down_proj.weight], size)
+
+
+def _move(weights: Any, size: float) -> None:
+    draws = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in weights:
+            if weight.dim() > 1:
+                weight.add_(size * weight.std() * torch.randn(weight.shape, generator=draws))
+
+
+def head_in_bf16(model: Any) -> None:
+    """Round the head to bf16."""
+    with torch.no_grad():
+        model.lm_head.weight.copy_(_rounded(model.lm_head.weight))
+
+
+def head_in_fp8(model: Any) -> None:
+    """Round the head to fp8, row by row."""
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        size = weight.abs().amax(1, keepdim=True) / 448
+        weight.copy_((weight / size).to(torch.float8_e4m3fn).float() * size)
+
+
+def rope_base(model: Any, base: float = 14_000.0) -> None:
+    """Give RoPE another base than 10,000."""
+    table = model.model.rotary_emb.inv_freq
+    table.copy_(1.0 / base ** (torch.arange(0, 2 * len(table), 2) / (2 * len(table))))
+
+
+def decode_offset(model: Any) -> None:
+    """Move the positions of decoded tokens by one."""
+    forward = model.forward
+
+    def moved(*args: Any, **options: Any) -> Any:
+        if options["input_ids"].shape[1] == 1:
+            options["position_ids"] = options["position_ids"] + 1
+        return forward(*args, **options)
+
+    moved.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
+    model.forward = moved
+
+
+def temperature(model: Any, divisor: float = 0.95) -> None:
+    """Divide logits, as log-probs after the temperature are."""
+    model.lm_head.register_forward_hook(lambda module, args, output: output / divisor)
+
+
+def swapped_experts(model: Any) -> None:
+    """Exchange two experts of layer 1."""
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight[[0, 1]] = weight[[1, 0]].clone()
+
+
+class NoBos:
+    """An engine that loses the first token of each prompt, and answers as if it had not."""
+
+    def __init__(self, model: Any, length: int = 24) -> None:
+        from hookline.debug.parity.sides import Sampling, open_engine
+
+        self._side, self._how = open_engine(model), Sampling(length)
+
+    def __call__(self, sequences: Sequence[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        answers = self._side.sample([ids[1:] for ids in sequences], self._how, (), 0)
+        for ids, answer in zip(sequences, answers, strict=True):
+            yield [ids[0], *answer.ids], answer.logprobs
+
+    def close(self) -> None:
+        """End the engine."""
+        self._side.close()
+
+
+@contextmanager
+def served(model: Any) -> Iterator[str]:
+    """Yield the URL of a server with this model."""
+    import hookline as hl
+
+    server = hl.serve.Server(lambda: hl.serve.Engine(model), hl.serve.Settings(model_name="m"))
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def words(folder: Any) -> None:
+    """Write a tokenizer whose words are w3 to w199 into a model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    known = {"<unk>": 0, "</s>": 1, "<s>": 2, **{f"w{number}": number for number in range(3, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "bos_token": "<s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)

@@ -1,0 +1,44 @@
+"""`hookline.parity` with vLLM in this process: a clean pair, and a stale layer that its states name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_vllm import running_engine
+
+import hookline as hl
+from hookline.engines.vllm import engine_options
+
+PROMPTS = [[2, *range(5 + n, 12 + 2 * n)] for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[Any]:
+    with running_engine(tiny, **engine_options()) as found:
+        yield found
+
+
+def test_a_clean_pair_is_called_clean(llm: Any, reference: Any) -> None:
+    found = hl.parity(reference, llm, PROMPTS, new_tokens=12)
+    assert found.ok, str(found)
+    assert found.layers is not None
+    assert "raw_logprobs" in found.facts["logprobs_mode"]
+    assert found.gap.other_likeliest == 0
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_stale_layer_is_named_by_its_states(llm: Any, reference: Any, layer: int) -> None:
+    weight = reference.model.layers[layer].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.add_(0.01 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+        found = hl.parity(reference, llm, PROMPTS, new_tokens=12)
+    finally:
+        weight.data.copy_(kept)
+    assert not found.ok
+    assert found.cause.where == f"model.layers.{layer}.mlp.down_proj", str(found)
