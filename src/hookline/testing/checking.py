@@ -23,7 +23,7 @@ from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.guard.digest import changed, digest
 from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
 from hookline.lifecycle.registry import HookRegistry, make_hook
-from hookline.messages import type_name
+from hookline.messages import listed, short_repr, type_name
 from hookline.sites.find import assert_no_hooks
 from hookline.tables import ShownAsTable, Table
 from hookline.testing.small_run import (
@@ -266,7 +266,7 @@ class _Checker:
         # Weights first: a name that every author knows, of all that differs at the end of a run.
         names = sorted(changed(run.whole(None).left, alone.left), key=lambda name: not name.startswith("weight "))
         if names:
-            self._find("inert", f"after {run.length} in the {run.loop} loop {_some(names)} differ")
+            self._find("inert", f"after {run.length} in the {run.loop} loop {listed(names)} differ")
         try:
             assert_no_hooks(alone.model, foreign=True)
         except HooksLeftError as error:
@@ -276,7 +276,7 @@ class _Checker:
     def _steady(self, run: SmallRun, alone: Outcome) -> dict[str, list[Any]]:
         """Return the metrics that the same run gives twice; others cannot be compared."""
         unsteady = _differing(alone.metrics, run.whole(self._trial()).metrics)
-        note = f"{_some(unsteady)} differ from one run to the next that is the same (times? NumPy's random numbers?)."
+        note = f"{listed(unsteady)} differ from one run to the next that is the same (times? NumPy's random numbers?)."
         if unsteady and note not in self._report.notes:
             self._report.notes.append(note)
         return {name: values for name, values in alone.metrics.items() if name not in unsteady}
@@ -325,7 +325,7 @@ class _Checker:
         patterns = [re.compile(".+".join(map(re.escape, re.split(r"\{[^{}]*\}", info.name)))) for info in infos]
         missing = [name for name in self._seen if not any(pattern.fullmatch(name) for pattern in patterns)]
         if missing:
-            self._find("described", f"it says nothing of {_some(missing)}")
+            self._find("described", f"it says nothing of {listed(missing)}")
         self._pass("described")
 
     # -- the report ------------------------------------------------------------------------------------------
@@ -365,10 +365,4 @@ def _difference(names: list[str], wanted: Mapping[str, list[Any]], found: Mappin
 
 
 def _short(value: Any) -> str:
-    text = repr(list(value)) if isinstance(value, list) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(map(repr, names[:4])) + more
+    return short_repr(list(value) if isinstance(value, list) else value, 60)

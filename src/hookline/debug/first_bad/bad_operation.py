@@ -152,10 +152,7 @@ class BadStep(ShownAsTable):
 
     def headline(self) -> str:
         """Return one line."""
-        if self.operation is not None:
-            told = self.operation.headline()
-        else:
-            told = _TOLD.get(self.verdict, self.verdict)
+        told = _TOLD.get(self.verdict, self.verdict) if self.operation is None else self.operation.headline()
         return f"step {self.step}: {told}"
 
     def _table(self) -> Table:

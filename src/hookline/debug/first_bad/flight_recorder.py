@@ -107,7 +107,8 @@ class FlightRecorder(TrainingHook):
     @property
     def path(self) -> Path | None:
         """Where the file is written, of rank 1 and so on beside that of rank 0; None if nothing says where."""
-        folder = log_folder(self.manager) or self._folder
+        log = None if self.manager is None else self.manager.fan_out.log
+        folder = self._folder if log is None else log.parent
         path = self._to or (None if folder is None else folder / FLIGHT_FILE)
         rank = this_rank()
         return path if path is None or not rank else path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
@@ -252,12 +253,6 @@ class _FlightStep:
             "bad": ", ".join(self.bad[:3]) + (f" and {len(self.bad) - 3} more" if len(self.bad) > 3 else ""),
             "statistics": self.statistics,
         }
-
-
-def log_folder(manager: Any) -> Path | None:
-    """Return the folder in which the log of a manager lies; None without one."""
-    log = None if manager is None else manager.fan_out.log
-    return None if log is None else log.parent
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -7,17 +7,14 @@ losses that have arrived on the host (`LossHistory`); a step waits for no device
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
-
 from hookline.errors import OptionError
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.messages import suggest, type_name
-from hookline.observe.watch.monitor import copy_to_host
+from hookline.observe.watch.monitor import ArrivingSteps
 from hookline.report.recent_changes import LossHistory
 from hookline.when import HookPoint, validate_points
 
@@ -33,12 +30,7 @@ Make = Callable[["nn.Module"], Any]
 """Attaches something to a model, and returns what takes it off by ``remove()``."""
 
 
-def on_trigger(
-    when: str | Callable[[RunDataContext], bool],
-    *,
-    do: Any,
-    steps: int = 10,
-) -> TriggeredHooks:
+def on_trigger(when: str | Callable[[RunDataContext], bool], *, do: Any, steps: int = 10) -> TriggeredHooks:
     """Switch hooks on for the next ``steps`` steps when something happens, and off again.
 
     Recipe::
@@ -96,13 +88,12 @@ class TriggeredHooks(TrainingHook):
         self._makes: list[Make] = [each for each in hooks if not isinstance(each, TrainingHook)]
         self._num_steps = steps
         self._losses = LossHistory()
-        self._arriving: deque[tuple[Any, list[Any]]] = deque()
+        self._steps = ArrivingSteps()
         self._left = 0
         self._on = ExitStack()
         self.name = f"on_{when}" if isinstance(when, str) else f"on_{getattr(when, '__name__', 'trigger')}"
-        points = {each: validate_points(each.hook_points) for each in self._hooks}
-        self._points = points
-        self.hook_points = frozenset({HookPoint.POST_STEP}.union(*points.values()))
+        self._points = {each: validate_points(each.hook_points) for each in self._hooks}
+        self.hook_points = frozenset({HookPoint.POST_STEP}.union(*self._points.values()))
         self.times = 0
         """How often it was triggered."""
         self.made: list[Any] = []
@@ -117,7 +108,7 @@ class TriggeredHooks(TrainingHook):
         """Switch everything off."""
         if self.is_on:
             self._switch_off()
-        self._arriving.clear()
+        self._steps = ArrivingSteps()
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Run the hooks that are on and due here; at the end of a step, see whether to switch."""
@@ -135,15 +126,12 @@ class TriggeredHooks(TrainingHook):
 
     def _judge(self, loss: Any) -> bool:
         """Take a loss, and judge those that have arrived."""
-        if loss is not None:
-            events: list[Any] = []
-            host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
-            self._arriving.append((host, events))
+        self._steps.add(0, loss=loss)
         happened = False
-        while self._arriving and all(event.query() for event in self._arriving[0][1]):
-            value = float(self._arriving.popleft()[0])
-            is_spike = self._losses.add(value)
-            happened = happened or (is_spike if self._when == "loss_spike" else not math.isfinite(value))
+        for step in self._steps.arrived():
+            value = None if step.loss is None else float(step.loss)
+            is_spike, is_nan = self._losses.add(value), value is not None and not math.isfinite(value)
+            happened = happened or (is_spike if self._when == "loss_spike" else is_nan)
         return happened
 
     def _end_step(self, happened: bool, model: nn.Module | None) -> None:
@@ -167,7 +155,7 @@ class TriggeredHooks(TrainingHook):
             self.made = []
             for make in self._makes:
                 self.made.append(make(model))
-                opened.callback(getattr(self.made[-1], "remove", _nothing))
+                opened.callback(getattr(self.made[-1], "remove", lambda: None))
             self._on = opened.pop_all()
 
     def _switch_off(self) -> None:
@@ -182,6 +170,3 @@ class TriggeredHooks(TrainingHook):
         """Go on from what ``state_dict`` returned."""
         self._losses.load_state_dict(state["losses"])
         self.times = state["times"]
-
-
-def _nothing() -> None: ...

@@ -1,7 +1,8 @@
 """Watch a model, and hand out the statistics of each step without waiting.
 
-`alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and end the steps. On a CPU the numbers of a step are
-there at once; from a GPU they come by a copy that runs beside the next step.
+`alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and end the steps; a trigger takes losses alone, by
+`ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that runs beside the
+next step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.place import WatchedPlace
 
-__all__ = ["PlaceRow", "RowPart", "StepListener", "StepRows", "copy_to_host", "listen"]
+__all__ = ["ArrivingSteps", "PlaceRow", "RowPart", "StepListener", "StepRows", "copy_to_host", "listen"]
 
 _MOST_PARTS: Final = 256
 """Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
@@ -78,7 +79,7 @@ class StepRows:
     """The statistics of one step, and its loss; they are on the host once `is_there`."""
 
     number: int
-    parts: list[RowPart]
+    parts: Sequence[RowPart]
     loss: Tensor | float | None
     events: list[Any]
 
@@ -112,39 +113,14 @@ class StepRows:
         return FirstCalls(list(bad.values()), num_candidates)
 
 
-class StepListener:
-    """Hands out the statistics of the steps that its user ends.
+class ArrivingSteps:
+    """Steps whose numbers are on their way to the host."""
 
-    Args:
-        watch: The watch, which is reset at each part of a step.
-        by_forward: Whether each forward is a part of its own.
-    """
-
-    def __init__(self, watch: Watch, *, by_forward: bool) -> None:
-        self.watch = watch
-        self.label: Any = None
-        """What is said of the forwards that follow."""
-        self._by_forward = by_forward
-        self._parts: list[RowPart] = []
-        """What has come of the step under way."""
-        self._begun: list[Any] = []
-        """The label of the forward that has begun since the last part, if one has."""
-        self._ordered_rows: dict[torch.device, int] = {}
+    def __init__(self) -> None:
         self._pending: deque[StepRows] = deque()
-        watch._passes.on_forward = self._begin_forward
-        watch.on_forget = self._forget_step
 
-    def end_step(self, number: int, loss: Any = None) -> None:
-        """Take the statistics since the last call as those of a step."""
-        self._end_part()
-        parts, self._parts = self._parts, []
-        self._add(number, parts, loss)
-
-    def note_loss(self, number: int, loss: Any) -> None:
-        """Take the loss of a step that has ended; it comes by itself."""
-        self._add(number, [], loss)
-
-    def _add(self, number: int, parts: list[RowPart], loss: Any) -> None:
+    def add(self, number: int, parts: Sequence[RowPart] = (), loss: Any = None) -> None:
+        """Send the numbers of a step to the host without waiting."""
         events: list[Any] = []
         for part in parts:
             part.send(events)
@@ -166,6 +142,35 @@ class StepListener:
         for step in found:
             step.wait()
         return found
+
+
+class StepListener(ArrivingSteps):
+    """Hands out the statistics of the steps that its user ends.
+
+    Args:
+        watch: The watch, which is reset at each part of a step.
+        by_forward: Whether each forward is a part of its own.
+    """
+
+    def __init__(self, watch: Watch, *, by_forward: bool) -> None:
+        super().__init__()
+        self.watch = watch
+        self.label: Any = None
+        """What is said of the forwards that follow."""
+        self._by_forward = by_forward
+        self._parts: list[RowPart] = []
+        """What has come of the step under way."""
+        self._begun: list[Any] = []
+        """The label of the forward that has begun since the last part, if one has."""
+        self._ordered_rows: dict[torch.device, int] = {}
+        watch._passes.on_forward = self._begin_forward
+        watch.on_forget = self._forget_step
+
+    def end_step(self, number: int, loss: Any = None) -> None:
+        """Take the statistics since the last call as those of a step."""
+        self._end_part()
+        parts, self._parts = self._parts, []
+        self.add(number, parts, loss)
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the hooks off."""
