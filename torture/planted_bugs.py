@@ -57,6 +57,7 @@ def made(family: str, seed: int = 0, attention: str = "eager") -> Any:
     torch.manual_seed(seed)
     model = configs[family]().eval()
     model.config._attn_implementation = attention if family != "t5" else "eager"
+    model.config._experts_implementation = "eager"  # the other has no float64
     for parameter in model.parameters():  # norms and biases are ones and zeros, which hide bugs
         parameter.data += 0.02 * torch.randn_like(parameter)
     return model
