@@ -149,8 +149,6 @@ def _why_nothing(pairs: Sequence[Pair], notes: Sequence[str], a: Run, b: Run) ->
         return f"Nothing can be compared: {where}: {refused.why}. {' '.join(notes)}"
     steps = [sorted({key.step for key in run.values}) for run in (a, b)]
     sites = [{key.site for key in run.values} for run in (a, b)]
-    if sites[0] & sites[1] and set(steps[0]) & set(steps[1]):
-        return "A and B have values in common, but no tensor of both: trace with tensors=, or take estimates."
     if sites[0] & sites[1]:
         return f"A has steps {steps[0]}, B has {steps[1]}: none in common, and not as many. Trace the same steps."
     have = [", ".join(map(repr, sorted(of_run)[:3])) for of_run in sites]
