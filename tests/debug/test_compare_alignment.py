@@ -228,3 +228,13 @@ def test_noise_is_found_whatever_names_and_steps_b_has() -> None:
     found = compare(a, b, noise=noise)
     assert found.ok
     assert all(value.floor == pytest.approx(1e-3, rel=1e-3) for value in found.values)
+
+
+def test_runs_of_other_models_are_said_to_be_such_and_nothing_is_blamed() -> None:
+    """One name of many in common."""
+    a = {f"a.{place}": torch.ones(2) for place in range(9)} | {"head": torch.ones(2)}
+    b = {f"b.{place}": torch.ones(2) for place in range(9)} | {"head": torch.zeros(2)}
+    found = compare(a, b)
+    assert (found.ok, found.blame) == (False, None)
+    assert "only 1 of 10 values of A, and 1 of 10 of B, have a partner" in found.summary
+    assert compare(a, {"head": torch.zeros(2)}).blame == "head"  # all of B has a partner

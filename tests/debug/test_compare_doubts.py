@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -94,7 +95,19 @@ def test_numbers_whose_squares_are_lost_are_still_told_apart() -> None:
     big = torch.tensor([2**53])
     assert _verdict(big, big + 1) == "wrong"
     assert tensor_errors(big, big + 1).max_abs == 1
-    assert tensor_errors(torch.tensor([-(2**62)]), torch.tensor([2**62])).max_abs == 2.0**63
+    lowest = torch.finfo(torch.float64).min
+    assert _verdict(torch.tensor([lowest, 0.0]).double(), torch.tensor([lowest, 1.0]).double()) == "wrong"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_mask_is_filled_with_the_lowest_number_of_its_dtype(dtype: torch.dtype) -> None:
+    """That is another number in each dtype, and means the same; an entry that is masked in one run alone is wrong."""
+    masks = [torch.zeros(4, 4, dtype=one) for one in (torch.float32, dtype)]
+    for mask in masks:
+        mask.masked_fill_(torch.ones(4, 4).triu(1).bool(), torch.finfo(mask.dtype).min)
+    assert _verdict(*masks) == "within rounding"
+    masks[1][3, 0] = torch.finfo(dtype).min
+    assert _verdict(*masks) == "wrong"
 
 
 def _of(a: nn.Module, b: nn.Module, to: Path, x: Tensor = X, x_b: Tensor | None = None, **options: Any) -> Comparison:

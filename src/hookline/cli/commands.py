@@ -499,8 +499,6 @@ class CompareOptions:
     """Bounds for sites: a relative error, or MEASURE:NUMBER[,…] with rel, rel_diff, max_abs or mean_abs."""
     noise: Annotated[tuple[str, ...], Show("PATH ...")] = ()
     """Other traces of A that differ by rounding alone (float64, repeated, permuted): what is noise at each site."""
-    tensors: bool = False
-    """Compare only what both traces have tensors of; no estimates from fingerprints."""
     json: bool = False
     """Print everything as JSON."""
     html: Annotated[str | None, Show("FILE")] = None
@@ -521,7 +519,6 @@ def compare(arguments: Sequence[str]) -> int:
             rtol=options.rtol,
             thresholds=parse_thresholds(options.threshold),
             noise=list(options.noise) or None,
-            tensors_only=options.tensors,
         )
     except HooklineError as error:
         if all((Path(path) / LOG).exists() for path in (options.a, options.b)):

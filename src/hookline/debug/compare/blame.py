@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hookline.debug.compare.key import Pair, ValueKey, names_around
+from hookline.tables import THE_MODEL
 
 __all__ = ["Blame", "find_blame"]
 
@@ -66,29 +67,32 @@ class _BlameFinder:
         """Modules that are called."""
         self.not_given = {_call_of(pair) for pair in pairs if pair.why and pair.kind == "input"}
         """Calls with an input that could not be compared."""
-        differing = [value for value in self.values if not value.is_same and value.is_sure and not value.is_unsure]
-        self.differing = differing
-        self.computed = [value for value in differing if value.kind != "parameter" or value.step != self.start]
-        """What differs, but for parameters that differ from the beginning; another shape is a difference as well."""
+        self.differing = [one for one in self.values if not one.is_same and one.is_sure and not one.is_unsure]
+        self.held = [one for one in self.differing if one.kind == "parameter" and one.step == self.start]
+        """Parameters that differ from the beginning."""
+        self.computed = [one for one in self.differing if one.kind != "parameter" or one.step != self.start]
+        """What else differs; another shape is a difference as well."""
         shape = self._first_other_shape()
         if shape is not None and (not self.computed or shape.order < self.computed[0].order):
             self.computed.insert(0, shape)
 
     def find(self) -> list[Blame]:
         """Return what is to blame, the first first."""
-        held = [one for one in self.differing if one.kind == "parameter" and one.step == self.start]
-        roots = held or self.computed[:1]
-        if not roots:
+        if self.held:
+            blamed = [self._holder(one) for one in self.held]
+        elif self.computed:
+            first = self.computed[0]
+            # Who has made the first difference, by what it is of.
+            makers = {
+                "input": self._caller_of, "output": self._module_or_optimizer, "output_grad": self._loss_or_caller,
+                "input_grad": self._module_or_lost, "param_grad": self._gradients,
+                "parameter": self._holder_or_optimizer,
+            }  # fmt: skip
+            blamed = [makers[first.kind](first)]
+        else:
             return []
-        # Who has made the first difference, by what it is of.
-        makers = {
-            "input": self._caller_of, "output": self._module_or_optimizer, "output_grad": self._loss_or_caller,
-            "input_grad": self._module_or_lost, "param_grad": self._gradients, "parameter": self._holder_or_optimizer,
-        }  # fmt: skip
-        blamed = [makers[roots[0].kind](roots[0])]
         if not blamed[0].outside:
-            blamed += [self._holder(root) for root in roots[1:]]
-            known = {root.module for root in roots}
+            known = {blame.value.module for blame in blamed}
             blamed += [self._module(one) for one in self._given_the_same() if one.module not in known]
             blamed = list({one.module: one for one in reversed(blamed)}.values())[::-1]
         self._mark_followers(blamed)
@@ -98,7 +102,7 @@ class _BlameFinder:
         """Note on all that differs what it follows from."""
         own = {blame.module for blame in blamed if blame.module}
         chosen = {id(blame.value) for blame in blamed}
-        first = blamed[0].outside or blamed[0].module or "(the model)"
+        first = blamed[0].outside or blamed[0].module or THE_MODEL
         for value in self.differing:
             if id(value) not in chosen:
                 value.follows = value.module if value.module in own else first
@@ -127,16 +131,13 @@ class _BlameFinder:
         moment = self.computed[0].step, self.computed[0].rank
         now = [one for one in self.computed if one.kind in ("input", "output") and (one.step, one.rank) == moment]
         inside = {name for one in now for name in names_around(one.site)}
-        given: dict[ValueKey, bool] = {}
+        given: dict[ValueKey, bool] = dict.fromkeys(self.not_given, False)
         for value in self.values:
             if value.kind == "input":
                 call = _call_of(value)
                 given[call] = given.get(call, True) and value.errors.is_equal
-        return [
-            one for one in now
-            if one.kind == "output" and one.site not in inside
-            and given.get(_call_of(one), False) and _call_of(one) not in self.not_given
-        ]  # fmt: skip
+        outputs = [one for one in now if one.kind == "output" and one.site not in inside]
+        return [one for one in outputs if given.get(_call_of(one), False)]
 
     # -- who has made it ---------------------------------------------------------------------------------------
 
@@ -154,12 +155,12 @@ class _BlameFinder:
         return Blame(caller, text, first)
 
     def _module_or_optimizer(self, first: Pair) -> Blame:
-        """Blame the module that returned something else; the optimizer, if many do that had the same gradients."""
-        if first.step > self.start:
-            changed = {one.module for one in self._given_the_same() if self._had_equal_gradients(one)}
-            if len(changed) > 1:
-                return self._optimizer(first, f"{len(changed)} modules are given the same to the bit and "
-                                       f"return something else from step {first.step} on")  # fmt: skip
+        """Blame the module that returned something else; the optimizer, if that has begun with a step of it."""
+        before = [one for one in self.values if one.kind == "param_grad" and one.step < first.step]
+        if any(one.module == first.site for one in before) and all(one.is_same for one in before):
+            return self._optimizer(
+                first, f"{first.site or 'The model'} returns something else from step {first.step} on"
+            )
         return self._module(first)
 
     def _loss_or_caller(self, first: Pair) -> Blame:
@@ -176,7 +177,7 @@ class _BlameFinder:
     def _holder_or_optimizer(self, first: Pair) -> Blame:
         """Blame the module that holds another parameter; the optimizer, if several do after a step."""
         modules = {one.module for one in self.computed if one.kind == "parameter" and one.step == first.step}
-        if first.step > self.start and len(modules) > 1:
+        if len(modules) > 1:
             return self._optimizer(first, f"The parameters of {len(modules)} modules differ from step {first.step} on")
         return self._holder(first)
 
@@ -185,7 +186,7 @@ class _BlameFinder:
         return Blame(first.module, f"{first.module or 'The model'} {what}: {first.site}.", first)
 
     def _optimizer(self, first: Pair, what: str) -> Blame:
-        text = f"{what}, and not before; their gradients are the same: they were updated in another way."
+        text = f"{what}, and not before; the gradients are the same: weights were updated in another way."
         return Blame("", text, first, outside=_OPTIMIZER)
 
     def _gradients(self, first: Pair) -> Blame:
@@ -197,8 +198,7 @@ class _BlameFinder:
         if not arrive:
             text = (
                 f"The gradients of {len(grads)} parameters differ, and those that arrive at the modules were not "
-                "compared: with output_grad in both traces, the backward could be told from what is done to gradients "
-                "after it."
+                "compared: trace output_grad in both, to tell the backward from what is done to gradients after it."
             )
             return Blame("", text, first, outside="the backward, or the code between it and step")
         text = (
@@ -210,50 +210,43 @@ class _BlameFinder:
     def _module(self, first: Pair) -> Blame:
         """Blame the module that returned something else, or handed on another gradient."""
         name, caller = first.site or "The model", _nearest(first.site, self.seen) or "the model"
+        other = "something of another shape" if first.other_shape else "something else"
+        takes = "input" if first.kind == "output" else "output_grad"
+        given = [one for one in self.values if one.kind == takes and _call_of(one) == _call_of(first)]
         if any(first.site in names_around(site) for site in self.seen):
             text = f"All that the modules inside of {name} make is the same; its own code differs."
-            return Blame(first.site, text, first)
-        takes = "input" if first.kind == "output" else "output_grad"
-        given = [value for value in self.values if value.site == first.site and value.kind == takes]
-        now = [value for value in given if (value.step, value.call) == (first.step, first.call)]
-        other = "something of another shape" if first.other_shape else "something else"
-        if given and _call_of(first) not in self.not_given and not any(one.is_unsure for one in now):
-            how = "to the bit" if now and all(value.errors.is_equal for value in now) else "up to rounding"
-            what = f"is given the same {how} and returns {other}"
-            if first.kind == "output" and first.step > self.start and self._had_equal_gradients(first):
-                what += "; its gradients that were compared are the same: were its weights updated in another way?"
-            return Blame(first.site, f"{name} {what if takes == 'input' else 'hands on another gradient'}.", first)
-        doubt = (
-            f"Not all that it was given is known to be the same: {caller} may be what is wrong."
-            if now
-            else "What it was given was not compared: with inputs in both traces, the code of "
-            f"{caller} around it could be told apart."
-        )
-        return Blame(first.site, f"{name} is the first that returns {other}. {doubt}", first)
+        elif first.kind == "input_grad":
+            text = f"{name} hands on another gradient."
+        elif not given:
+            text = (
+                f"{name} is the first that returns {other}. What it was given was not compared: trace inputs in both, "
+                f"to tell it from the code of {caller} around it."
+            )
+        elif _call_of(first) in self.not_given or any(one.is_unsure for one in given):
+            text = (
+                f"{name} is the first that returns {other}. Not all that it was given is known to be the same: "
+                f"{caller} may be what is wrong."
+            )
+        else:
+            how = "to the bit" if all(one.errors.is_equal for one in given) else "up to rounding"
+            text = f"{name} is given the same {how} and returns {other}."
+        return Blame(first.site, text, first)
 
     def _lost(self, first: Pair) -> Blame | None:
         """Blame the module that lets no gradient through in B, if A has that gradient before ``first``."""
-        lost = next(
-            (
-                pair
-                for pair in self.pairs
-                if pair.b is None and pair.kind == "output_grad" and pair.site in self.seen
-                and (pair.step, pair.rank) == (first.step, first.rank) and pair.order < first.order
-            ),
-            None,
-        )  # fmt: skip
-        if lost is None:
+        lost = [
+            pair
+            for pair in self.pairs
+            if pair.b is None and pair.kind == "output_grad" and pair.site in self.seen
+            and (pair.step, pair.rank) == (first.step, first.rank) and pair.order < first.order
+        ]  # fmt: skip
+        if not lost:
             return None
-        taker = self._taker(lost) or _nearest(lost.site, self.seen)
-        return Blame(taker, f"No gradient of {taker or 'the model'} reaches {lost.site} in B; in A one does.", first)
+        taker = self._taker(lost[0]) or _nearest(lost[0].site, self.seen)
+        text = f"No gradient of {taker or 'the model'} reaches {lost[0].site} in B; in A one does."
+        return Blame(taker, text, first)
 
     # -- what is known of values -------------------------------------------------------------------------------
-
-    def _had_equal_gradients(self, value: Pair) -> bool:
-        """Return whether gradients of the module's own parameters were compared in steps before, and are the same."""
-        of_module = [each for each in self.values if each.kind == "param_grad" and each.module == value.site]
-        before = [each for each in of_module if each.step < value.step]
-        return bool(before) and all(each.is_same for each in before)
 
     def _outermost(self, first: Pair) -> str:
         """Return the outermost module whose output has this gradient: the module around it may return the same tensor.
@@ -278,19 +271,20 @@ class _BlameFinder:
 
         Only traces tell, by the hash: the tensor is the same.
         """
-        here = [
-            (pair, pair.a.fingerprint.hash)
+        hashes = {
+            id(pair): pair.a.fingerprint.hash
             for pair in self.pairs
             if pair.a is not None and pair.a.fingerprint is not None
             and (pair.step, pair.rank) == (gradient.step, gradient.rank)
-        ]  # fmt: skip
-        made = {hashed for one, hashed in here if one.kind == "output" and _call_of(one) == _call_of(gradient)}
+        }  # fmt: skip
+        here = [pair for pair in self.pairs if id(pair) in hashes]
+        made = {hashes[id(one)] for one in here if one.kind == "output" and _call_of(one) == _call_of(gradient)}
         takers = [
-            one
-            for one, hashed in here
-            if one.kind == "input" and hashed in made and not f"{one.site}.".startswith(f"{gradient.site}.")
+            one.site
+            for one in here
+            if one.kind == "input" and hashes[id(one)] in made and not f"{one.site}.".startswith(f"{gradient.site}.")
         ]
-        return min(takers, key=lambda one: (one.site.count("."), one.order)).site if takers else ""
+        return min(takers, key=lambda site: site.count("."), default="")
 
 
 def _call_of(pair: Pair) -> ValueKey:

@@ -35,7 +35,6 @@ def compare(
     rows: tuple[RowTable, RowTable] | None = None,
     dims: DimsOption = None,
     mesh: Mapping[str, int] | None = None,
-    tensors_only: bool = False,
 ) -> Comparison:
     """Find where two runs part, and whether that is rounding or a bug.
 
@@ -67,7 +66,6 @@ def compare(
         rows: For A and for B, whose the rows are: `padded_rows` or `packed_rows`. Traces know.
         dims: How tensors lie on ranks, ``"b s h[tp] d"``, for all sites or by pattern; DTensors know.
         mesh: Sizes of the axes that ``dims`` names, the outermost first; needed if there are several.
-        tensors_only: Leave out what only fingerprints are there of, instead of estimating its error.
 
     Raises:
         CompareError: (a ValueError) nothing of the two can be compared; the message says why.
@@ -87,8 +85,6 @@ def compare(
     gaps = find_gaps(pairs, run_a, run_b)
     notes += [*_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
     problems = [*run_a.problems, *run_b.problems]
-    if tensors_only:
-        pairs = [pair for pair in pairs if pair.has_tensors or pair.why or pair.a is None or pair.b is None]
     measure(pairs, problems)
     measured = [pair for pair in pairs if pair.is_measured]
     if not measured:
@@ -153,8 +149,6 @@ def _why_nothing(pairs: Sequence[Pair], notes: Sequence[str], a: Run, b: Run) ->
         return f"Nothing can be compared: {where}: {refused.why}. {' '.join(notes)}"
     steps = [sorted({key.step for key in run.values}) for run in (a, b)]
     sites = [{key.site for key in run.values} for run in (a, b)]
-    if sites[0] & sites[1] and set(steps[0]) & set(steps[1]):
-        return "A and B have values in common, but no tensor of both: trace with tensors=, or take estimates."
     if sites[0] & sites[1]:
         return f"A has steps {steps[0]}, B has {steps[1]}: none in common, and not as many. Trace the same steps."
     have = [", ".join(map(repr, sorted(of_run)[:3])) for of_run in sites]

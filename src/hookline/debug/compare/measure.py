@@ -54,8 +54,17 @@ def measure(pairs: Sequence[Pair], problems: list[str]) -> None:
 
 
 def _measure_tensors(pair: Pair, a: Tensor, b: Tensor) -> None:
+    if a.dtype != b.dtype and a.is_floating_point() and b.is_floating_point():
+        a, b = _with_infinities(a), _with_infinities(b)
     errors = tensor_errors(a, b)
     pair.errors = errors if pair.kind in BACKWARD else _with_part_errors(errors, a, b)
+
+
+def _with_infinities(tensor: Tensor) -> Tensor:
+    """Return the tensor with infinities for the ends of its dtype: masks are filled with these."""
+    ends = torch.finfo(tensor.dtype)
+    wide = tensor.masked_fill(tensor == ends.min, -math.inf)
+    return wide.masked_fill_(tensor == ends.max, math.inf)
 
 
 def _why_unreadable(pair: Pair) -> str:
@@ -113,15 +122,14 @@ def _scale(a: Tensor, b: Tensor) -> float:
     if torch.float64 not in (a.dtype, b.dtype) or not a.numel():
         return 1.0
     size = max(float(torch.nan_to_num(one.double(), 0.0, 0.0, 0.0).abs().max()) for one in (a, b))
-    return 1.0 if 1e-100 < size < 1e100 or not size else 2.0 ** math.frexp(size)[1]
+    return 1.0 if 1e-100 < size < 1e100 or not size else 2.0 ** (math.frexp(size)[1] - 1)
 
 
 def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the difference of ``x`` and ``y``; of whole numbers an exact one, as float64 ends at 2^53 for them."""
     if a.is_floating_point() or b.is_floating_point():
         return x - y
-    exact = (a.to(torch.int64) - b.to(torch.int64)).double()
-    return torch.where((x - y).abs() < 2.0**60, exact, x - y)  # int64 holds no larger ones
+    return (a.to(torch.int64) - b.to(torch.int64)).double()
 
 
 def _finite_part(sums: _Sums, x: Tensor, y: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,8 @@ __all__ = ["Comparison", "write_page"]
 
 _MAX_ROWS: Final = 40
 _MAX_LISTED: Final = 8
+_MAX_MISSING: Final = 3
+"""Lines of the headline on what only one run has."""
 
 
 @dataclass(slots=True, repr=False)
@@ -126,28 +128,19 @@ class Comparison(ShownAsTable):
     def _first_lines(self) -> list[str]:
         first = self.first
         if first is None:
-            return [self._same_line(), *self._skipped()] if self.ok else self._doubts()
+            return [self._same_line()] if self.ok else self._doubts()
         place = f", first at {first.where}" if first.where else ""
         lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
         lines += [f"Blamed: {blame.name}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
         follow = sum(bool(value.follows) for value in self.values)
-        if follow:
-            lines.append(f"{follow} later values follow from it.")
-        return [*lines, *self._skipped_before(first), *self._doubts()]
-
-    def _skipped_before(self, first: Pair) -> list[str]:
-        """Return a line on what could not be compared and ran before the first difference: it may be what is wrong."""
-        skipped = [one for one in self.unpaired if 0 <= one.order < first.order and one.is_same]
-        sites = list(dict.fromkeys(one.site or THE_MODEL for one in skipped))
-        return [f"Not compared before it: {_listed(sites)}."] if sites else []
+        lines += [f"{follow} later values follow from it."] if follow else []
+        return [*lines, *self._doubts()]
 
     def _doubts(self) -> list[str]:
         """Return why the runs are not the same, or why that is not known, though no module is to blame."""
         count = sum(not pair.is_same for pair in self.unpaired)
         lines = [f"The runs differ: {count} values could not be compared."] if count else []
-        if self.missing:
-            more = f" {len(self.missing) - 1} more such places are listed below." if len(self.missing) > 1 else ""
-            lines.append(f"The runs differ: {self.missing[0]}{more}")
+        lines += [f"The runs differ: {line}" for line in self.missing[:_MAX_MISSING]]
         unsure = [value for value in self.values if value.is_unsure]
         if unsure:
             first = unsure[0]
@@ -157,15 +150,10 @@ class Comparison(ShownAsTable):
             lines.append("Unsure: a trace does not hold all that was to be traced; what it left out is not compared.")
         return lines
 
-    def _skipped(self) -> list[str]:
-        count = len(self.unpaired)
-        return [f"{count} values could not be compared; they are listed below."] if count else []
-
     def _same_line(self) -> str:
         if all(value.errors.is_equal for value in self.values):
             return "Nothing differs."
-        is_rounding = all(value.verdict == WITHIN for value in self.values)
-        if not is_rounding:
+        if any(value.verdict != WITHIN for value in self.values):
             return "Nothing differs by more than is allowed."
         floors = [unseen_below(value.floor, is_estimate=value.errors.is_estimate) for value in self.values]
         return f"Nothing differs by more than rounding; an error of less than {max(floors):.2g} would not be seen."
@@ -175,10 +163,10 @@ class Comparison(ShownAsTable):
         """What was not compared, what is an estimate, how values were paired, and what is wrong with the traces."""
         sides = (("A", self.only_a), ("B", self.only_b))
         lines = [f"Only in {name}: {_listed(sites)}." for name, sites in sides if sites]
-        unpaired = self.unpaired
-        lines += [f"Not compared: {one.label}: {one.why}." for one in unpaired[:_MAX_LISTED]]
-        if len(unpaired) > _MAX_LISTED:
-            lines.append(f"Not compared: {len(unpaired) - _MAX_LISTED} more.")
+        lines += [f"Not compared: {_listed([f'{one.label}: {one.why}' for one in self.unpaired])}."] * bool(
+            self.unpaired
+        )
+        lines += self.missing[_MAX_MISSING:_MAX_LISTED]
         if self.is_estimate:
             lines.append(
                 "Errors marked ~ are estimates from fingerprints, right to about a factor of 1.6: trace with tensors= "
@@ -192,22 +180,12 @@ class Comparison(ShownAsTable):
         return Table(header, rows, numbers=(3, 4, 5), title=self.summary, most=_MAX_ROWS, foot=self._legend())
 
     def _legend(self) -> list[str]:
-        """Return what the columns mean, which limit was used, and how to give another."""
-        if not self.limit:
-            return []
-        limit = self.limit
-        parts = [
-            f"{name} {bound:g} at {pattern!r}"
-            for pattern, bounds in limit["thresholds"].items()
-            for name, bound in bounds.items()
-        ]
-        everywhere = [f"{name} {limit[name]:g}" for name in ("atol", "rtol") if limit[name] is not None]
-        parts += everywhere or [f"{limit['rounding']:g} times rounding ({limit['noise']})"]
+        """Return what the columns mean, and which limit was used."""
+        limits = [f"{name} {limit!r}" for name, limit in self.limit.items() if limit]
         return [
             "call: step.call; max abs: largest difference; rel L2: norm of the difference / norm of A; rounding: the "
             "rel L2 of it.",
-            f"Limit: {', else '.join(parts)}. To change it: --threshold, --atol, --rtol, --noise (in Python the same "
-            "with =).",
+            f"Limit: {', '.join(limits)}. To change it: --threshold, --atol, --rtol, --noise.",
         ]
 
     def to_json(self) -> dict[str, Any]:

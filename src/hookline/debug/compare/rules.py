@@ -300,23 +300,15 @@ def _leaves_by_site(slots: Iterable[ValueKey]) -> dict[ValueKey, list[str]]:
 
 def _sum_residuals(own: Values, other: Values, rules: Sequence[Rule]) -> Values:
     """Return ``own`` with one value for the two of a residual pair, where ``other`` has one."""
-    slots = _keys_by_slot(own)
-    leaves, others = _leaves_by_site(slots), _leaves_by_site({key.slot: None for key in other})
+    others = _leaves_by_site({key.slot: None for key in other})
     found = dict(own)
-    for site, of_site in leaves.items():
-        is_pair = site.kind == "output" and sorted(of_site) == ["0", "1"] and len(others.get(site, ())) == 1
-        rule = _pair_rule_for(site.site, rules) if is_pair else None
-        if rule is None:
-            continue
-        firsts = slots[site._replace(leaf="0")]
-        both = [(key, key._replace(leaf="1")) for key in firsts]
-        if len(firsts) != len(slots[site._replace(leaf="1")]) or not all(
-            second in own and own[first].shape == own[second].shape for first, second in both
-        ):
-            continue
-        for first, second in both:
-            pair = found.pop(first), found.pop(second)
-            found[first._replace(leaf=others[site][0])] = _sum_of_pair(*pair, rule)
+    for first in [key for key in own if key.kind == "output" and key.leaf == "0"]:
+        second, leaves = first._replace(leaf="1"), others.get(first.slot._replace(leaf=""), [])
+        is_pair = second in own and first._replace(leaf="2") not in own and own[first].shape == own[second].shape
+        rule = _pair_rule_for(first.site, rules) if is_pair and len(leaves) == 1 else None
+        if rule is not None:
+            both = found.pop(first), found.pop(second)
+            found[first._replace(leaf=leaves[0])] = _sum_of_pair(*both, rule)
     return found
 
 
@@ -348,32 +340,23 @@ def _with_leaves_of(a: Values, b: Values) -> Values:
 
 def _fuse(own: Values, other: Values, rules: Sequence[Rule]) -> Values:
     """Return ``own`` with one value for the parts of what is fused in ``other``."""
-    found, slots = dict(own), _keys_by_slot(own)
-    others = {key.slot: value for key, value in other.items()}
+    found = dict(own)
+    slots, others = {key.slot for key in own}, {key.slot for key in other}
     for rule in (rule for rule in rules if isinstance(rule, FusedRule)):
-        for slot, fused in others.items():
-            parts = [slot._replace(site=name) for name in _part_names(slot.site, rule)]
-            is_apart = slot not in slots and bool(parts)
-            if not is_apart or not all(part in slots and part not in others for part in parts):
-                continue
-            calls = [{(key.step, key.call): key for key in slots[part]} for part in parts]
-            if any(of.keys() != calls[0].keys() for of in calls):
-                continue
-            for step, call in calls[0]:
-                taken = [found.pop(of[step, call]) for of in calls]
-                names = "+".join(part.site.rpartition(".")[2] for part in parts)
-                found[slot._replace(step=step, call=call)] = _fuse_parts(fused.kind, taken, names)
-            slots = _keys_by_slot(found)
+        for key in list(found):
+            whole, *parts = (_with_name(key, rule.parts[0], name) for name in (rule.fused, *rule.parts))
+            is_fused = whole != key and whole.slot in others and whole.slot not in slots
+            if is_fused and all(part in found and part.slot not in others for part in parts):
+                found[whole] = _fuse_parts(key.kind, [found.pop(part) for part in parts], "+".join(rule.parts))
     return found
 
 
-def _part_names(site: str, rule: FusedRule) -> list[str]:
-    """Return the names of the parts of a fused site; nothing if ``site`` is no such."""
-    head, dot, last = site.rpartition(".")
-    if last == rule.fused:
-        return [f"{head}{dot}{part}" for part in rule.parts]
-    owner, _, name = head.rpartition(".")  # a parameter: its own name comes behind that of the module
-    return [".".join(filter(None, (owner, part, last))) for part in rule.parts] if name == rule.fused else []
+def _with_name(key: ValueKey, old: str, new: str) -> ValueKey:
+    """Return the key with ``new`` for the last name of its module, if that is ``old``."""
+    parts = key.site.split(".")
+    last = -2 if key.kind in PARAMETERS and len(parts) > 1 else -1
+    parts[last] = new if parts[last] == old else parts[last]
+    return key._replace(site=".".join(parts))
 
 
 def _fuse_parts(kind: str, parts: Sequence[Value], names: str) -> Value:
