@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from hookline.analyses._base import Analysis, mean_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
-from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
+from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder, parameters_in
 from hookline.metta.components import AttachesItself
 from hookline.metta.trackers import (
     FisherInformationState,
@@ -35,7 +35,7 @@ from hookline.observe.watch.watch import Watch, watch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select
-from hookline.sites.wrappers import clean_modules, walk
+from hookline.sites.wrappers import clean_modules
 from hookline.when import ReportedSteps, StepSchedule
 
 _NEXT_TO_NONE: Final = 1e-6
@@ -431,12 +431,9 @@ def _names_by_layer(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[
     taken: set[int] = set()
     found: dict[str, frozenset[str]] = {}
     for layer, module in sorted(layers, key=lambda each: len(each[0].split(".")) if each[0] else 0, reverse=True):
-        names = []
-        for path, owner, *_ in walk(module):
-            for key, parameter in owner._parameters.items():
-                if parameter is not None and id(parameter) not in taken:
-                    taken.add(id(parameter))
-                    names.append(f"{path}.{key}" if path else key)
+        own = {name: id(owner._parameters[key]) for name, owner, key in parameters_in(module)}
+        names = [name for name, parameter in own.items() if parameter not in taken]
+        taken.update(own.values())
         name = layer or "model"
         found[name] = found.get(name, frozenset()).union(names)  # a layer may be called "model"
     return found
