@@ -560,16 +560,10 @@ def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return a few metrics over everything, with names short enough for a console."""
-    bad: list[Any] = []
-    largest: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for name, value in metrics.items():
-        rest, _, stat = name.rpartition("/")
-        if stat == "nonfinite":
-            bad.append(value)
-        elif stat == "absmax":
-            largest.setdefault(rest.rpartition("/")[2], []).append(value)
+    bad = [value for name, value in metrics.items() if name.endswith("nonfinite")]
     found: dict[str, Any] = {"nonfinite": int(sum(bad))} if bad else {}
     for kind in kinds:
-        if largest[kind]:
-            found[f"max_{kind}"] = float(torch.tensor(largest[kind]).max())  # NaN if one is
+        sizes = [value for name, value in metrics.items() if f"/{name}".endswith(f"/{kind}/absmax")]
+        if sizes:
+            found[f"max_{kind}"] = float(torch.tensor(sizes).max())  # NaN if one is
     return found
