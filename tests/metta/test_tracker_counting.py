@@ -171,3 +171,19 @@ def test_a_threshold_of_weights_that_is_not_above_zero_is_refused(threshold):
         hl.metta.compute_dead_neuron_stats(nn.Linear(1, 1), threshold)
     with pytest.raises(hl.errors.OptionError, match="derivative_threshold= .* got " + repr(threshold)):
         hl.metta.compute_saturated_activation_stats(nn.Linear(1, 1), "tanh", threshold)
+
+
+@pytest.mark.parametrize("beta", [1, 1.0, -0.1, float("nan"), "0.9", True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        hl.metta.FisherInformationState,
+        hl.metta.GradientFlowState,
+        hl.metta.attach_fisher_information_hooks,
+        hl.metta.attach_gradient_flow_hooks,
+    ],
+)
+def test_a_beta_outside_of_0_to_1_is_refused(make, beta):
+    """The message has the value; nought is allowed, one is not."""
+    with pytest.raises(hl.errors.OptionError, match="beta= must be at least 0 and less than 1, got " + repr(beta)):
+        make(beta=beta)

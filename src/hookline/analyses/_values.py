@@ -148,12 +148,7 @@ def norm_of_all(tensors: Iterable[Tensor]) -> Tensor | None:
         return None
     if any(hasattr(tensor, "full_tensor") for tensor in given):  # held in parts: one number is exchanged, not tensors
         return whole_tensor(torch.nn.utils.get_total_norm(given))
-    parts = [dense_float(tensor) for tensor in given]
-    if parts[0].is_cuda:  # one or two launches for all of them
-        return torch.nn.utils.get_total_norm(parts)
-    norms = [torch.linalg.vector_norm(part) for part in parts]
-    together: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return together
+    return torch.nn.utils.get_total_norm([dense_float(tensor) for tensor in given])
 
 
 # -- singular values ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from hookline.analyses._base import Analysis, mean_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
-from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
+from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder, parameters_in
 from hookline.metta.components import AttachesItself
 from hookline.metta.trackers import (
     FisherInformationState,
@@ -35,7 +35,7 @@ from hookline.observe.watch.watch import Watch, watch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select
-from hookline.sites.wrappers import clean_modules, walk
+from hookline.sites.wrappers import clean_modules
 from hookline.when import ReportedSteps, StepSchedule
 
 _NEXT_TO_NONE: Final = 1e-6
@@ -431,12 +431,9 @@ def _names_by_layer(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[
     taken: set[int] = set()
     found: dict[str, frozenset[str]] = {}
     for layer, module in sorted(layers, key=lambda each: len(each[0].split(".")) if each[0] else 0, reverse=True):
-        names = []
-        for path, owner, *_ in walk(module):
-            for key, parameter in owner._parameters.items():
-                if parameter is not None and id(parameter) not in taken:
-                    taken.add(id(parameter))
-                    names.append(f"{path}.{key}" if path else key)
+        own = {name: id(owner._parameters[key]) for name, owner, key in parameters_in(module)}
+        names = [name for name, parameter in own.items() if parameter not in taken]
+        taken.update(own.values())
         name = layer or "model"
         found[name] = found.get(name, frozenset()).union(names)  # a layer may be called "model"
     return found
@@ -563,16 +560,10 @@ def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return a few metrics over everything, with names short enough for a console."""
-    bad: list[Any] = []
-    largest: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for name, value in metrics.items():
-        rest, _, stat = name.rpartition("/")
-        if stat == "nonfinite":
-            bad.append(value)
-        elif stat == "absmax":
-            largest.setdefault(rest.rpartition("/")[2], []).append(value)
+    bad = [value for name, value in metrics.items() if name.endswith("nonfinite")]
     found: dict[str, Any] = {"nonfinite": int(sum(bad))} if bad else {}
     for kind in kinds:
-        if largest[kind]:
-            found[f"max_{kind}"] = float(torch.tensor(largest[kind]).max())  # NaN if one is
+        sizes = [value for name, value in metrics.items() if f"/{name}".endswith(f"/{kind}/absmax")]
+        if sizes:
+            found[f"max_{kind}"] = float(torch.tensor(sizes).max())  # NaN if one is
     return found

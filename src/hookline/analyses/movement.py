@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.analyses._base import Analysis, StepAnalysis
@@ -145,7 +143,7 @@ class WeightTrackingHook(Analysis):
             return None
         sigmas = values.singular_values(weights)
         columns = {
-            "weight_norm": _lengths(weights, sigmas),
+            "weight_norm": _lengths(weights),
             "top_sv": {name: float(found[0]) for name, found in sigmas.items() if found.size},
             "effective_rank": {name: effective_rank(found) for name, found in sigmas.items() if found.any()},
             "grad_weight_align": _alignments(weights, values.mean_gradients),
@@ -154,13 +152,9 @@ class WeightTrackingHook(Analysis):
         return metrics | _over_all(columns)
 
 
-def _lengths(weights: Mapping[str, Tensor], sigmas: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-    """Return the length of each weight: √Σσ² where all singular values are known."""
-    rest = {name: w for name, w in weights.items() if sigmas[name].size != min(w.flatten(1).shape)}
-    others = dict(zip(rest, fetch(norm(dense_float(weight)) for weight in rest.values()), strict=True))
-    return {
-        name: others[name][0] if name in others else float(np.sqrt(np.square(sigmas[name]).sum())) for name in weights
-    }
+def _lengths(weights: Mapping[str, Tensor]) -> dict[str, float]:
+    lengths = fetch(norm(dense_float(weight)) for weight in weights.values())
+    return {name: length for name, (length,) in zip(weights, lengths, strict=True)}
 
 
 def _alignments(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, float]:

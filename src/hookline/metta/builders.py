@@ -43,7 +43,7 @@ __all__ = [
     "TRACKERS", "ActivationFeeder", "BackwardHookBuilder", "ComponentBackwardHookSpec", "ComponentHookSpec",
     "GradientFeeder", "HookBuilder", "ParameterFeeder", "TrackerFeeder", "attach_fisher_information_hooks",
     "attach_gradient_flow_hooks", "attach_relu_activation_hooks", "attach_relu_gradient_flow_hooks",
-    "attach_saturated_activation_hooks", "build_extractor",
+    "attach_saturated_activation_hooks", "build_extractor", "parameters_in",
 ]  # fmt: skip
 
 _TRAINING: Final = frozenset({"train"})
@@ -122,7 +122,7 @@ class ParameterFeeder(TrackerFeeder):
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """Count the gradients as they are accumulated by now, where it is attached as a plain backward hook."""
-        for name, owner, key in _parameters_in(module):
+        for name, owner, key in parameters_in(module):
             parameter = owner._parameters[key]
             if parameter is not None and isinstance(parameter.grad, Tensor):
                 self.take(name, parameter.grad, training=module.training if site is None else site.training)
@@ -146,7 +146,7 @@ class _OnLeaves(HandleSet):
         self._feeder, self._model = feeder, weakref.ref(model)
         self._places = {
             name: (weakref.ref(owner), key)
-            for name, owner, key in _parameters_in(module)
+            for name, owner, key in parameters_in(module)
             if feeder.names is None or name in feeder.names
         }
         self._hooked: dict[str, tuple[int, HookHandle]] = {}
@@ -195,7 +195,7 @@ def _accumulates(parameter: Tensor) -> bool:
         return False
 
 
-def _parameters_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def parameters_in(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield, for every parameter in ``module``, its name without wrappers, its owner, and its key there."""
     seen: set[int] = set()
     for path, owner, *_ in walk(module):

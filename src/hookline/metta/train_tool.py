@@ -232,10 +232,6 @@ class Trainer(Experiment):
         self.result: LoopResult | None = None
         """What the training came to."""
 
-    def __repr__(self) -> str:
-        trained = f"; epochs trained: {len(self.metrics)}, see .metrics and .result" if self.metrics else ""
-        return f"<Trainer of {type(self.model).__name__}{trained}>"
-
     @property
     def policy(self) -> nn.Module:
         """Return the model."""

@@ -238,6 +238,8 @@ FLIGHT_FILE: Final = "flight_recorder.json"
 FLIGHT_FORMAT: Final = "hookline flight"
 """What the file says it is."""
 FLIGHT_VERSION: Final = 1
+_AT_ONCE: Final = 6
+"""Steps that are shown at once; the rest is folded away."""
 
 
 def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
@@ -250,7 +252,9 @@ def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
 
 def _section(number: int, name: str, path: Path) -> str:
     try:
-        inside = _last_steps(json.loads(path.read_text(encoding="utf-8"))).html()
+        found = json.loads(path.read_text(encoding="utf-8"))
+        all_steps = f"<summary>All {len(found['steps'])} steps</summary>\n{_last_steps(found, 0).html()}"
+        inside = f"{_last_steps(found, _AT_ONCE).html()}\n<details>{all_steps}</details>"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         inside = f'<p class="empty">{escape(FLIGHT_FILE)} could not be read ({escape(str(error))}).</p>'
     return (
@@ -260,11 +264,11 @@ def _section(number: int, name: str, path: Path) -> str:
     )
 
 
-def _last_steps(found: dict[str, Any]) -> Table:
-    """Return the steps of a flight file, which is written at the step that something happened in."""
+def _last_steps(found: dict[str, Any], count: int) -> Table:
+    """Return the last ``count`` steps of a flight file, all for 0; it is written when something has happened."""
     if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
         raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-    steps = found["steps"]
+    steps = found["steps"][-count:]
     last = max((float(step["time"]) for step in steps), default=0.0)
     rows = [
         [
