@@ -649,7 +649,7 @@ def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(fo
     for place, name in (("script", "a wide one"), ("script_1", "of the file")):
         run = folder / "runs" / "script" / place
         told = json.loads((run / "run.json").read_text())
-        assert (told["name"], told["config"]) == (name, {"width": 64, "amp": True})
+        assert (told["name"], told["config"]) == (name, {"width": "64", "amp": True})
         assert f"<title>{name}" in (run / "report.html").read_text()
 
 
