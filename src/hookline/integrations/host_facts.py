@@ -109,10 +109,22 @@ class HostNotes:
         notes, self._notes = self._notes, None
         if notes is None:
             return
+        notes.add(silent=_why_silent(self._manager))
         status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         loss = None if run.loss is None else float(run.loss)
         result = LoopResult(run.num_epochs, run.step + 1, stopped_early=False, loss=loss)
         notes.end(status, time.perf_counter() - self._began, result=result, error=error)
+
+
+def _why_silent(manager: HookManager) -> dict[str, str]:
+    """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
+    plan = manager.plan
+    told = {*manager.hooks.errors, *plan.left_out}
+    found = {}
+    for name in (name for name in manager.hooks if not manager.hooks.fired[name] and name not in told):
+        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
+        found[name] = f"it is due at {' and '.join(due)}"
+    return found
 
 
 def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
