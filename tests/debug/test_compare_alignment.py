@@ -238,3 +238,15 @@ def test_runs_of_other_models_are_said_to_be_such_and_nothing_is_blamed() -> Non
     assert (found.ok, found.blame) == (False, None)
     assert "only 1 of 10 values of A, and 1 of 10 of B, have a partner" in found.summary
     assert compare(a, {"head": torch.zeros(2)}).blame == "head"  # all of B has a partner
+
+
+def test_what_has_no_rows_is_not_blamed_where_rows_lie_in_other_places() -> None:
+    """An expert is given its tokens in the order of the batch, which is another one in B."""
+    x, chosen = _random(2, 4, 8), _random(3, 8, seed=1)
+    mask, order = torch.ones(2, 4), [1, 0]
+    rows = padded_rows(mask, ["a", "b"]), padded_rows(mask, ["b", "a"])
+    a = {"layer": x, "expert": chosen, "head": x}
+    found = compare(a, {"layer": x[order], "expert": chosen.flip(0), "head": x[order]}, rows=rows)
+    assert (found.blame, found.ok) == (None, False)
+    found = compare(a, {"layer": x[order], "expert": chosen.flip(0), "head": x[order] * 2}, rows=rows)
+    assert found.blame == "head"

@@ -98,9 +98,13 @@ def pair_runs(a: Run, b: Run, rules: Sequence[Rule], notes: list[str]) -> list[P
     values_a, values_b, moved = by_rows(*two) if has_rows else (*two, {})
     pairs = [_pair(key, values_a.get(key), values_b.get(key), moved) for key in {**values_a, **values_b}]
     if any(pair.is_by_rows for pair in pairs):
-        # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
+        # Rows lie in other places: what has no rows, such as a mask, has to have another shape; or it holds the tokens
+        # of an expert in the order of the batch, so that nobody knows which belong together.
         for pair in pairs:
             pair.is_same = pair.is_same or bool(pair.why)
+            pair.is_sure = (
+                pair.is_by_rows or pair.kind in PARAMETERS or (pair.a is not None and pair.a.rows is not None)
+            )
     return sorted(pairs, key=lambda pair: pair.order)
 
 
