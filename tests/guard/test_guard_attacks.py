@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
+from helpers_guard import Run, differing, portrait
 from torch import nn
 from torch.autograd import grad_mode
 from torch.nn.utils import parametrizations, parametrize
@@ -271,3 +272,21 @@ def test_a_hook_on_a_module_that_was_taken_out_is_off():
     assert torch.equal(model(X), expected)
     for module in (first, other):
         hl.assert_no_hooks(module)
+
+
+def test_a_guard_may_be_used_in_inference_mode_and_then_outside_of_it():
+    """What it keeps must not belong to either."""
+    run = Run()
+    guard = Guard(*run.guarded, loader=run.loader)
+    before = portrait(run)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            guard.save()
+            with guard.protecting("any"):
+                run.model.head.weight.data = torch.zeros(3)
+                run.model.norm.running_mean.zero_()
+                run.model.head.bias.requires_grad_(False)
+                run.model.embed.weight.grad = None
+            guard.release()
+        assert differing(before, portrait(run)) == []
+    run.step()

@@ -307,3 +307,20 @@ class Closing(MetricSink):
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_a_record_after_closing_reaches_a_slow_sink_without_a_log_too(tmp_path):
+    """In another temporary log, which goes as well; the sink knows the run, and closing again does nothing."""
+    out = tmp_path / "slow.txt"
+    fan_out = FanOut([Slow(str(out))])
+    fan_out.set_run_context(strategy="a")
+    fan_out.write(record(0))
+    fan_out.close()
+    fan_out.close()
+    fan_out.write(record(1))
+    log = fan_out.log
+    fan_out.close()
+    assert numbers(out) == [0, 1]
+    assert [line["context"] for line in delivered(out) if "context" in line] == [{"strategy": "a"}] * 2
+    assert not log.parent.exists()
+    assert fan_out.pending == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -340,3 +342,47 @@ def test_what_is_no_optimizer_is_refused_with_the_way_out(given: Callable[[], An
     """It says what was given, and where the optimizer is."""
     with pytest.raises(hl.errors.UnhookableError, match=message):
         attach_optimizer(given(), ignore)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_somebody_elses_hook_may_take_ours_off(kind: str) -> None:
+    """Ahead of it in torch's dictionary, and in the middle of torch's walk."""
+    optimizer = make()
+    getattr(optimizer, f"register_{kind}_hook")(lambda *args: ours.remove())
+    fired: list[int] = []
+    ours = attach_optimizer(optimizer, lambda *args: fired.append(1), on=kind)
+    getattr(optimizer, f"register_{kind}_hook")(ignore)
+    exercise(optimizer)
+    assert fired == []
+    again = attach_optimizer(optimizer, lambda *args: fired.append(2), on=kind)
+    exercise(optimizer)
+    again.remove()
+    assert fired == [2]
+    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [2 * (other == kind) for other in KINDS]
+
+
+def test_another_thread_may_take_a_hook_off_in_the_middle_of_a_step() -> None:
+    """While it runs, with somebody else's behind it."""
+    optimizer = make()
+    entered, removed = threading.Event(), threading.Event()
+    theirs: list[int] = []
+
+    def wait(*args: object) -> None:
+        entered.set()
+        assert removed.wait(PATIENCE)
+
+    handle = attach_optimizer(optimizer, wait)
+    optimizer.register_step_post_hook(lambda *args: theirs.append(1))
+
+    def take_off() -> None:
+        assert entered.wait(PATIENCE)
+        handle.remove()
+        removed.set()
+
+    thread = threading.Thread(target=take_off)
+    thread.start()
+    optimizer.step()
+    thread.join()
+    optimizer.step()
+    assert handle.report().fired == 1
+    assert theirs == [1, 1]

@@ -223,3 +223,22 @@ def test_a_hooked_parameter_can_be_swapped():
         torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(2, 2)))
     assert torch.count_nonzero(model[0].weight) == 0
     assert_clean(model)
+
+
+def test_a_hook_follows_to_a_parameter_that_has_the_id_of_the_one_before():
+    """An id is used again once its tensor is gone; somebody may hold the dictionary of the old one's hooks."""
+    module = nn.Linear(2, 2)
+    seen: list[Tensor] = []
+    with hl.attach(module, "weight", seen.append, on="param_grad"):
+        for _ in range(200):  # as a rule the first new one is where the old one was
+            kept, taken = module.weight._post_accumulate_grad_hooks, id(module.weight)
+            data = torch.ones(2, 2)
+            seen.clear()
+            del module.weight
+            module.weight = nn.Parameter(data)
+            module(torch.ones(1, 2)).sum().backward()
+            assert len(seen) == 1
+            assert not kept
+            if id(module.weight) == taken:
+                break
+    assert id(module.weight) == taken

@@ -275,3 +275,19 @@ def test_graph_and_packing_functions_go_without_the_collector(backward: bool, re
     references = [weakref.ref(one) for one in (x, y, token)]
     del x, y, token, handle, keep
     assert [reference() for reference in references] == [None] * 3
+
+
+def test_removing_inside_the_block_stops_packing_at_once() -> None:
+    """What was packed is still unpacked, what comes after is kept as it is; it is not entered again."""
+    x, logs = leaf(), Logs("mine")
+    with scope(logs) as handle:
+        y = x.sin()
+        handle.remove()
+        handle.remove()
+        z = y.exp()
+        assert handle.report().attached == 0
+    z.sum().backward()
+    assert logs.log == ["pack mine", "unpack mine"]
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+    with pytest.raises(hl.errors.ScopeError, match="'mine' was removed; make a new one"):
+        handle.__enter__()

@@ -182,3 +182,17 @@ def test_a_resumed_watch_keeps_what_it_counted() -> None:
 
 
 # -- a model whose own forward is not called --------------------------------------------------------------------
+
+
+def test_a_part_that_is_called_in_another_mode_is_decided_about_anew() -> None:
+    """After a forward of the model that counted."""
+    model, _ = make()
+    with hl.watch(model, "head", on="forward") as watch:
+        model(torch.randn(6, 4))
+        model.head(torch.randn(6, 8))
+        model.eval()
+        model.head(torch.randn(6, 8))
+        with watch.paused():
+            model.train()(torch.randn(6, 4))
+            model.head(torch.randn(6, 8))
+    assert watch.report()["fired"]["head/forward"] == 2
