@@ -21,6 +21,8 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = ("watch", "capture_and_patch", "interventions", "debugging", "serving")
+TRAINED = "induction_heads"
+"""Trains a model for a minute or two: on another machine its numbers are others, and what it finds is the same."""
 NUMBER = re.compile(r"(?<![\w.#])-?\d+(?:\.(\d+))?(?:e[+-]?\d+)?")
 PICTURE = re.compile(r"(?<=base64,)[^\"]+")
 
@@ -98,10 +100,28 @@ def test_a_notebook_shows_what_its_file_shows(name: str) -> None:
             assert not differ(expected[kind], text), f"cell {number}, {kind}:\n{expected[kind]}\nis now:\n{text}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("_random_numbers_as_before")
+@pytest.mark.filterwarnings("default")
+def test_the_notebook_that_trains_finds_induction_heads() -> None:
+    """Heads that look at the previous token, then heads that need these; the loss is low, and rises without them."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(code_cells(TRAINED), start=1):
+        assert shown(cell, namespace, f"<{TRAINED} {number}>").keys() == kept(cell).keys()
+    assert namespace["plain"] < 0.5
+    assert namespace["previous"][0].max() > 0.5
+    assert namespace["induction"][1].max() > 0.5 > 0.3 > namespace["induction"][0].max()
+    assert namespace["together"] > 0.5
+    assert max(namespace["effects"][0]) > 0.3
+    assert namespace["lost"].max() < 0.8 * namespace["induction"][1].max()
+    assert namespace["votes"][1].max() > 0.5
+
+
 def test_notebooks_are_small_and_name_no_machine() -> None:
     """No address of an object, no path, no script; pictures in all of them."""
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
-    for name in NAMES:
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == {*NAMES, TRAINED}
+    for name in (*NAMES, TRAINED):
         text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
         assert len(text) < 60_000
         outputs = "".join(text for cell in code_cells(name) for text in kept(cell).values())

@@ -241,6 +241,14 @@ class ByHand(Attention):
         return self.out((q @ k.mT).softmax(-1) @ v)
 
 
+class Rotated(Attention):
+    shared = nn.Identity()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_emb = self.shared
+
+
 class Own(nn.Module):
     """A model that nobody has heard of."""
 
@@ -266,7 +274,7 @@ def ids() -> Tensor:
 
 
 def test_a_model_of_ones_own(ids: Tensor) -> None:
-    model = Own()
+    model = Own(Rotated)  # all layers have one embedding of positions
     with hl.capture(model, ["role:pattern.0", "role:z.-1"]) as cache:
         model(ids)
     assert cache.names == ("layers.0.attn:pattern", "layers.1.attn:z")
@@ -635,3 +643,49 @@ def test_what_has_no_heads_is_refused() -> None:
     with pytest.raises(UnhookableError, match="3 dimensions"):
         model(torch.ones(1, 2, dtype=torch.long))
     handle.remove(quiet=True)
+
+
+class ServedLayer(nn.Module):
+    """As vLLM's: called with rows of all requests."""
+
+    num_heads, num_kv_heads, head_size, kv_cache_dtype = 2, 1, 4, "auto"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (each.view(len(each), -1, 4).transpose(0, 1)[None] for each in (query, key, value))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+
+class Served(nn.Module):
+    rotary = nn.Identity()
+    """The same in all layers, as there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv, self.out, self.attn = nn.Linear(8, 16), nn.Linear(8, 8), ServedLayer()
+        self.rotary_emb = self.rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attn(*self.qkv(x).split((8, 4, 4), -1)))
+
+
+@torch.no_grad()
+def test_the_layer_of_vllm_has_heads_by_token() -> None:
+    model, ids = Own(Served), torch.arange(5)
+    plain = model(ids)
+    with hl.capture(model, [f"role:{part}" for part in ("q", "k", "v", "z")]) as cache:
+        assert torch.equal(model(ids), plain)
+    shapes = [tuple(cache[part, 0].output.shape) for part in ("q", "k", "v", "z")]
+    assert shapes == [(5, 2, 4), (5, 1, 4), (5, 1, 4), (5, 2, 4)]
+    with pytest.raises(UnhookableError, match="q, k, v and z"):
+        hl.capture(model, role="pattern")
+    spec = {"target_modules": ["role:z"], "hook_factory": "hookline.factories:activation_stats"}
+    with hl.register_hooks(model, [spec]) as handles:
+        assert torch.equal(model(ids), plain)
+        assert handles.report()[0].fired == 2
+    with hl.patch(model, hl.edits.ablate(head=1), role="z", layer=0), hl.capture(model, role="z") as cache:
+        assert not torch.equal(model(ids), plain)
+    assert not cache["z", 0].output[:, 1].any()
+    assert cache["z", 0].output[:, 0].any()
+    assert torch.equal(model(ids), plain)
+    hl.assert_no_hooks(model, foreign=True)

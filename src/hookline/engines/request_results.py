@@ -374,7 +374,7 @@ class RequestResults:
 
 def check_called(model: nn.Module, names: Sequence[str]) -> None:
     """Raise for a hook on modules of which the engine calls none; beside others, they are told as silent."""
-    causes = [never_called(submodule(model, name) if name else model) for name in names]
+    causes = [never_called(submodule(model, name.partition(":")[0]) if name else model) for name in names]
     if causes and all(causes):
         raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
 

@@ -110,8 +110,7 @@ class HeatMap(ShownAsTable):
         scale = self._scale or ColourScale(-1, 1)
         has_sides = scale.low < 0 < scale.high
         first, last = (0.0, 1.0) if has_sides else (0.5, 1.0) if scale.low >= 0 else (0.0, 0.5)
-        colours = ListedColormap(colormaps["RdBu_r"](np.linspace(first, last, 256)))
-        colours.set_bad("gold")
+        colours = ListedColormap(colormaps["RdBu_r"](np.linspace(first, last, 256))).with_extremes(bad="gold")
         norm = TwoSlopeNorm(0, scale.low, scale.high) if has_sides else Normalize(scale.low, scale.high)
         numbers = np.ma.masked_invalid(self._matrix)
         drawn = axes.imshow(numbers, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")

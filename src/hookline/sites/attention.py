@@ -112,12 +112,15 @@ class AttentionParts:
     def set_hooked(self, part: AttentionPart, *, hooked: bool) -> None:
         """Note that a part has hooks, or has none; the first switches all on, the last off."""
         module, had = self._module(), bool(self._hooked)
+        if hooked and module is not None and part in (self.pattern, self.attn_out) and _served_layer(module):
+            raise UnhookableError("The attention of vLLM has kernels of its own: q, k, v and z work, no pattern.")
         (self._hooked.add if hooked else self._hooked.discard)(part)
         if module is not None and bool(self._hooked) is not had:
             (self._switch_off if had else self._switch_on)(module)
 
     def _switch_on(self, module: nn.Module) -> None:
-        if any(_PARTS in inner.__dict__ for inner in module.modules()):
+        callers = _callers_in(module)
+        if any(_PARTS in inner.__dict__ for inner in callers):
             self._hooked.clear()
             raise UnhookableError(
                 f"{type(module).__name__} shares its attention with another module that has hooks inside of it."
@@ -125,26 +128,31 @@ class AttentionParts:
         if any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules()):  # not even called at times
             self._hooked.clear()
             raise UnhookableError(_BY_ITSELF.format("nn.MultiheadAttention"))
-        recompile_guard.set_own_forward(module, wanted=False)
-        kind = _interface_of(module)
+        layer = _served_layer(module)
+        kind = _interface_of(module) if layer is None else None
         self.goes_by_interface = kind is not None
-        own = module.__dict__.get("forward")
-        if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
-            recompile_guard.bind_forward(module, _forward)
-            module.__dict__[_OWN] = own
-        for inner in module.modules():
+        for inner in callers:
             inner.__dict__[_PARTS] = self
+        self._bind(module if layer is None else layer, _forward if layer is None else _forward_by_token)
         if kind is not None:
             _count_interface(kind, 1)
             self._give_back = weakref.finalize(module, _count_interface, kind, -1)
 
+    def _bind(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        recompile_guard.set_own_forward(module, wanted=False)
+        own = module.__dict__.get("forward")
+        if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
+            recompile_guard.bind_forward(module, forward)
+            module.__dict__[_OWN] = own
+
     def _switch_off(self, module: nn.Module) -> None:
-        for inner in module.modules():
+        for inner in _callers_in(module):
             inner.__dict__.pop(_PARTS, None)
         if self._give_back is not None:
             self._give_back()
+        module = _served_layer(module) or module
         ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
-        if ours is not _forward:
+        if ours not in (_forward, _forward_by_token):
             return  # somebody has put another in front, which calls ours: that does nothing any more
         own = module.__dict__.pop(_OWN)
         recompile_guard.unbind_forward(module)
@@ -194,6 +202,18 @@ class AttentionParts:
 
 
 _KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionParts]]] = weakref.WeakKeyDictionary()
+
+
+def _callers_in(module: nn.Module) -> list[nn.Module]:
+    """Return the module and those in it that may call its function; no rotary embedding, which layers may share."""
+    layer = _served_layer(module)
+    if layer is not None:
+        return [module, layer]
+    return [
+        inner
+        for inner in module.modules()
+        if next(inner.parameters(), None) is not None or _own_interface_of(inner) is not None
+    ]
 
 
 def _no_parts() -> None:
@@ -276,13 +296,15 @@ _ORIGINAL: Final[dict[type, Any]] = {}
 
 def _interface_of(module: nn.Module) -> type | None:
     """Return the class of the interface by which a module, or one in it, finds its attention function."""
-    for inner in module.modules():
-        forward = getattr(type(inner).forward, "__wrapped__", type(inner).forward)
-        names = getattr(forward, "__globals__", {})
-        known = names.get("ALL_ATTENTION_FUNCTIONS")
-        if known is not None and _INTERFACE in forward.__code__.co_names:
-            return next(kind for kind in type(known).__mro__ if _INTERFACE in vars(kind))
-    return None
+    return next(filter(None, map(_own_interface_of, module.modules())), None)
+
+
+def _own_interface_of(module: nn.Module) -> type | None:
+    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    known = getattr(forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    if known is None or _INTERFACE not in forward.__code__.co_names:
+        return None
+    return next(kind for kind in type(known).__mro__ if _INTERFACE in vars(kind))
 
 
 def _count_interface(kind: type, change: int) -> None:
@@ -349,6 +371,34 @@ def _attend_by_interface(
 
     z = parts.attend(run, tensors, weigh)
     return (z.transpose(1, 2), *rest)
+
+
+# -- vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def _served_layer(module: nn.Module) -> nn.Module | None:
+    """Return the layer of vLLM that an attention module calls with queries, keys and values; None elsewhere."""
+    names = ("num_heads", "num_kv_heads", "head_size", "kv_cache_dtype")
+    return next((inner for inner in module.modules() if all(hasattr(inner, name) for name in names)), None)
+
+
+def _forward_by_token(layer: Any, query: Tensor, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of vLLM's layer with all through its parts, (tokens, heads, width): requests have no batch."""
+    parts = getattr(layer, _PARTS, None)
+    if parts is None:
+        return _own_forward(layer, (query, key, value, *args), kwargs)
+
+    def through(part: AttentionPart, tensor: Any, heads: int) -> Any:
+        if tensor is None:  # of a layer that uses the keys of another
+            return None
+        return part(tensor.reshape(len(tensor), heads, -1)).reshape(tensor.shape)
+
+    given = (
+        through(parts.q, query, layer.num_heads),
+        through(parts.k, key, layer.num_kv_heads),
+        through(parts.v, value, layer.num_kv_heads),
+    )
+    return through(parts.z, _own_forward(layer, (*given, *args), kwargs), layer.num_heads)
 
 
 # -- the pattern ---------------------------------------------------------------------------------------------------

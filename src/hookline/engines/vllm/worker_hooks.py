@@ -127,7 +127,7 @@ class WorkerHooks:
             "way": self._way_of(live),
             "sites": {site.name: site.fired for site in live.handle.report().sites if site.name not in absent},
             "silent": {
-                name: never_called(submodule(self.model, name) if name else self.model) or cause
+                name: never_called(submodule(self.model, name.partition(":")[0]) if name else self.model) or cause
                 for name, cause in silent.items()
             },
         }

@@ -374,8 +374,9 @@ def mean_ablate(
     options = "cache" if over is None else f"cache, dims={tuple(over)}"
 
     def mean(found: list[Tensor], name: str) -> Tensor:
-        # Inside of attention, (batch, heads, tokens, width): a mean for each head.
-        return _mean_of(found, (0, 2) if over is None and ":" in name else over, name)
+        # Inside of attention, (batch, heads, tokens, width): a mean for each head. In vLLM, (tokens, heads, width).
+        inside = (0, 2) if found[0].dim() > 3 else (0,)
+        return _mean_of(found, inside if over is None and ":" in name else over, name)
 
     part, by_head = _indexed(index, head), head is not None
     return Edit("mean_ablate", _put_back, (cache, _broadcasts), part, options, recorded=mean, by_head=by_head)
