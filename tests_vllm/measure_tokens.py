@@ -28,6 +28,8 @@ from helpers_vllm import ENVIRONMENT, running_engine, tiny_llama
 from measure import Row, Spread
 from results import RESULTS, console_line, keep, measured
 
+from hookline.engines.vllm import HookExtension
+
 CLIENTS = 8
 TOKENS = 64
 LAYER = "model.layers.2"
@@ -42,7 +44,7 @@ GOALS = [  # case, what it is held against, that again, target
 ]
 
 
-class TokenClock:
+class TokenClock(HookExtension):
     """An extension class for measuring: read the processor's time, and take hookline off and put it back."""
 
     def processor_seconds(self) -> float:
@@ -110,7 +112,7 @@ def cases(model: Path, engines: ExitStack) -> dict[str, Callable[[], float]]:
     from hookline.engines.vllm import VllmHooks, engine_options
 
     def start(compilation: dict[str, Any] | None = None, **options: Any) -> Any:
-        made = engine_options(combine_with="measure_tokens.TokenClock", **options)
+        made = {**engine_options(**options), "worker_extension_cls": "measure_tokens.TokenClock"}
         if compilation is not None:
             given = made.get("compilation_config") or compilation
             made["compilation_config"] = {**given, "mode": 3, "cudagraph_mode": "NONE", "compile_sizes": []}

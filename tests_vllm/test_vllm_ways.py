@@ -15,13 +15,13 @@ import torch
 from helpers_vllm import ROUNDING, greedy, row_error, running_engine
 
 import hookline as hl
-from hookline.engines.vllm import VllmHooks, engine_options
+from hookline.engines.vllm import HookExtension, VllmHooks, engine_options
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
 STATS = {"name": "stats", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 
 
-class LateExtension:
+class LateExtension(HookExtension):
     """Attach a hook by hand, without the extension's help, to modules that have none in the compiled code."""
 
     def attach_by_hand(self) -> None:
@@ -40,7 +40,7 @@ class LateExtension:
 def llm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     file = tmp_path_factory.mktemp("specs") / "hooks.json"
     file.write_text(json.dumps([STATS]), encoding="utf-8")
-    options = engine_options(hooks=file, combine_with="test_vllm_ways.LateExtension")
+    options = {**engine_options(hooks=file), "worker_extension_cls": "test_vllm_ways.LateExtension"}
     with running_engine(tiny, enforce_eager=False, enable_prefix_caching=True, block_size=32, **options) as found:
         yield found
 

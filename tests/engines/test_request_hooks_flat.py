@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.engines.request_hooks import checked_spec
+from hookline.engines.request_options import ClientHook
 from hookline.engines.session import Session
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
 from hookline.observe.tokens import Tokens, serving
@@ -38,7 +38,7 @@ class Hooks:
         self.open_ones = {}
 
     def begin(self, id, specs, allow=None):
-        prepared = self.of_requests.prepare(id, specs, allow)
+        prepared = self.of_requests.prepare(id, [ClientHook.from_dict(each) for each in specs], allow)
         prepared.open()
         self.open_ones[id] = prepared
 
@@ -130,7 +130,7 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
 )
 def test_what_a_request_may_not_ask_for(spec, error):
     with pytest.raises(error):
-        checked_spec({"target_modules": ["0"], **spec}, None)
+        Hooks(nn.Sequential(Pair())).begin("b", [{"target_modules": ["0"], **spec}], None)
 
 
 def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
@@ -144,28 +144,16 @@ def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
 
 def test_a_refusal_names_what_a_request_can_use():
     with pytest.raises(NotAllowedError, match="factories:steer") as refused:
-        checked_spec({"target_modules": ["0"], "hook_factory": "os:system"}, None)
+        Hooks(nn.Sequential(Pair())).begin("b", [{"target_modules": ["0"], "hook_factory": "os:system"}], None)
     assert "export" not in str(refused.value)
     assert "hookline.factories:probe" in str(refused.value)
 
 
-def test_an_error_of_a_request_never_leaves_the_forward():
-    for given, expected in (({}, "disable"), ({"on_error": None}, "disable"), ({"on_error": "warn"}, "warn")):
-        assert checked_spec({**STEER, **given}, None).on_error == expected
-
-
-def test_an_allowed_prefix_lets_other_factories_in():
-    spec = {"target_modules": ["0"], "hook_factory": "my_project.hooks:make"}
-    with pytest.raises(NotAllowedError):
-        checked_spec(spec, ("my_proj",))
-    assert checked_spec(spec, ("my_project",)).name == "make"
-
-
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
-    """`checked_spec` is imported here, and may not be named through this module; a factory of its own may."""
+    """`ClientHook` is imported here, and may not be named through this module; a factory of its own may."""
     hooks = Hooks(model)
     with pytest.raises(NotAllowedError, match="comes from"):
-        hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:checked_spec"}], (__name__,))
+        hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:ClientHook"}], (__name__,))
     hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
     hooks.clear()
 

@@ -18,9 +18,8 @@ import torch
 from helpers_sglang import seeded_decoder
 
 import hookline as hl
-from hookline.engines.sglang import runner_hooks
+from hookline.engines.sglang import register, runner_hooks
 from hookline.engines.sglang.runner_hooks import SglangHooks
-from hookline.engines.sglang.sglang_plugin import SglangOptions, register
 from hookline.errors import ConfigError, OptionError
 from hookline.factories.served_batch import tokens_of_batch
 
@@ -72,7 +71,7 @@ def attached() -> Iterator[Any]:
 
     def attach(*specs: dict[str, Any], runner: Any = None, **options: Any) -> tuple[Any, SglangHooks | None]:
         runner = runner or Runner()
-        runner_hooks._attach(runner, SglangOptions(specs=specs, **options))
+        runner_hooks._attach(runner, specs, **options)
         made.append(runner)
         return runner, runner_hooks.hooks_of_runner(runner)
 
@@ -163,9 +162,9 @@ def test_a_hook_that_raises_is_switched_off_and_the_engine_goes_on(attached: Any
     bad, stats = hooks.list()
     assert (bad.off, bad.errors, stats.fired) == (True, 1, 4)
     assert "stock is empty" in caplog.text
-    assert hooks.needs_eager
+    assert hooks.is_active
     hooks.remove(stats.id)
-    assert not hooks.needs_eager  # the one that is off needs no step without graphs
+    assert not hooks.is_active  # the one that is off needs no step without graphs
 
 
 def breaks(config: dict[str, Any]) -> Any:
@@ -204,16 +203,6 @@ def test_a_vector_of_another_length_is_refused_before_the_first_request(attached
         )
 
 
-def test_a_hook_that_does_not_fire_is_named(attached: Any, caplog: Any) -> None:
-    """``lm_head`` is read and never called; after three forwards the log says so."""
-    runner, _ = attached({**STATS, "name": "head", "target_modules": ["lm_head"]}, STATS)
-    for _ in range(3):
-        runner.run(_steps()[1])
-    silent = [record.getMessage() for record in caplog.records if "has not fired" in record.getMessage()]
-    assert len(silent) == 1
-    assert "'head' has not fired on lm_head in 3 forwards" in silent[0]
-
-
 def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> None:
     """Asked for by its rid before it begins: its rows alone, the sum of the pair that a layer gives, positions."""
     runner, hooks = attached()
@@ -221,9 +210,9 @@ def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> No
     steps = [batch("extend", ["a", "b"], [3, 2], [0, 0]), batch("decode", ["a", "b"], [1, 1])]
     steps[0].positions = torch.tensor([0, 1, 2, 0, 1])
     steps[1].positions = torch.tensor([3, 2])
-    assert not hooks.needs_eager
+    assert not hooks.is_active
     hooks.ask("b", {"hidden_states": {"layers": ["model.layers.1"]}, "hooks": [_steer()]})
-    assert hooks.needs_eager
+    assert hooks.is_active
     expected = []
     for step in steps:
         found, without = runner.run(step), plain.run(step)
@@ -239,8 +228,8 @@ def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> No
         logits = torch.nn.functional.linear(states, runner.model.lm_head.weight)
     torch.testing.assert_close(logits, torch.cat(expected))
     assert entry["hooks"][0]["rows"] == 3
-    assert not hooks.needs_eager
-    with pytest.raises(OptionError, match="no option"):
+    assert not hooks.is_active
+    with pytest.raises(OptionError, match="has no"):
         hooks.ask("c", {"hiden_states": {}})
 
 
@@ -261,6 +250,10 @@ def test_forwards_run_eagerly_while_a_hook_is_on(attached: Any) -> None:
     runner, hooks = attached(STATS)
     graphs = SimpleNamespace(model_runner=runner)
     assert runner_hooks._unless_hooked(True, graphs, object()) is False
+    runner_hooks._around_capture(lambda model_runner: runner.run(_steps()[0]), model_runner=runner)
+    assert hooks.list()[0].fired == 0  # a capture records no hook
+    runner.run(_steps()[0])
+    assert hooks.list()[0].fired == 2
     hooks.remove("h1")
     assert runner_hooks._unless_hooked(True, graphs, object()) is None
     assert runner_hooks._unless_hooked(True, SimpleNamespace(model_runner=Runner()), object()) is None
@@ -283,16 +276,13 @@ def test_the_plugin_does_nothing_unless_it_is_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "sglang", None)  # as if it were not installed
     with pytest.raises(ModuleNotFoundError, match="sglang"):
         register()
-    with pytest.raises(OptionError, match="0 or 1"):
-        SglangOptions.read({"HOOKLINE_SGLANG_HOOKS": str(file), "HOOKLINE_SGLANG_IN_GRAPH": "yes"})
-    read = SglangOptions.read({"HOOKLINE_SGLANG_HOOKS": str(file), "HOOKLINE_SGLANG_REPORT": str(tmp_path)})
-    assert (len(read.specs), read.in_graph, read.report) == (1, False, tmp_path)
 
 
 def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path, caplog: Any) -> None:
     """A file for each worker, named by machine and device; a folder that cannot be made is told once."""
     caplog.set_level(logging.INFO)
-    runner, hooks = attached(STATS, report=tmp_path / "reports")
+    head = {**STATS, "name": "head", "target_modules": ["lm_head"]}  # read and never called
+    runner, hooks = attached(STATS, head, report=tmp_path / "reports")
     runner.run(_steps()[0])
     hooks.write_report()
     (file,) = (tmp_path / "reports").iterdir()
@@ -300,6 +290,7 @@ def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path,
     found = json.loads(file.read_text())
     assert (found["steps"], found["hooks"][0]["fired"]) == (1, 2)
     assert found["hooks"][0]["metrics"]
+    assert [list(each["silent"]) for each in found["hooks"]] == [[], ["lm_head"]]
     (tmp_path / "taken").write_text("")
     _, blocked = attached(STATS, report=tmp_path / "taken")
     blocked.write_report()

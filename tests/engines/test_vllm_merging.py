@@ -11,7 +11,7 @@ import pytest
 
 from hookline.engines.vllm import engine_options, merge_added, merge_hooks
 from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
-from hookline.engines.vllm.start_options import EXTENSION, StartOptions, register, with_hooks
+from hookline.engines.vllm.start_options import EXTENSION, StartOptions, register
 from hookline.errors import OptionError
 
 
@@ -84,34 +84,17 @@ def test_options_of_the_start(tmp_path):
     ):
         with pytest.raises(OptionError):
             StartOptions.read({"hookline": wrong}, {})
-    with pytest.raises(OptionError, match="is an object"):
+    with pytest.raises(OptionError, match="dictionary"):
         StartOptions.read({"hookline": "x"}, {})
-
-
-def test_two_extensions_in_one(tmp_path, monkeypatch):
-    import importlib
-
-    (tmp_path / "other_ext.py").write_text(
-        "class Other:\n    def sync(self):\n        return 'synced'\n\n\n"
-        "class Clash:\n    def hookline_list(self):\n        pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    path = with_hooks("other_ext.Other")
-    module, _, name = path.rpartition(".")
-    combined = getattr(importlib.import_module(module), name)
-    assert combined().sync() == "synced"
-    assert hasattr(combined, "hookline_add")
-    assert with_hooks(None) == EXTENSION
-    assert with_hooks(path) == path
-    with pytest.raises(OptionError, match="hookline_list"):
-        getattr(importlib.import_module(module), "other_ext/Clash")
 
 
 class EngineArgs:
     """A stand-in for the class of that name in vLLM."""
 
+    extension = None
+
     def create_engine_config(self):
-        return SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=None))
+        return SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=self.extension))
 
 
 @pytest.mark.parametrize("switch", [None, "HOOKLINE_VLLM", "HOOKLINE_VLLM_HOOKS"])
@@ -129,6 +112,10 @@ def test_the_plugin_is_inert_until_asked(monkeypatch, switch):
     register()
     assert (Args.create_engine_config is before) == (switch is None)
     assert Args().create_engine_config().parallel_config.worker_extension_cls == (EXTENSION if switch else None)
+    Args.extension = "other.Extension"
+    if switch:
+        with pytest.raises(OptionError, match=r"takes one worker extension, and this engine has other\.Extension"):
+            Args().create_engine_config()
 
 
 def test_the_plugin_imports_nothing_until_asked():

@@ -119,6 +119,6 @@ def test_taps_that_would_be_silent_are_refused() -> None:
     check_taps(EngineFacts(**facts, graphs="piecewise"), [])
     with pytest.raises(OptionError, match="splitting_ops"):
         check_taps(EngineFacts(**facts, graphs="piecewise"), ["norm"])
-    with pytest.raises(OptionError, match="taps is a list"):
+    with pytest.raises(OptionError, match="taps"):
         StartOptions.read({"hookline": {"taps": "norm"}})
     assert StartOptions.read({"hookline": {"taps": ["norm"]}}).taps == ("norm",)

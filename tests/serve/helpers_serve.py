@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from helpers_waiting import PATIENCE
 
-from hookline.engines.hidden_states import StatesWanted
+from hookline.engines.request_options import StatesWanted
 from hookline.serve.generation_request import GenerationRequest
 from hookline.serve.serving_engine import Engine
 

@@ -16,7 +16,7 @@ from helpers_serve import (
 )
 from helpers_waiting import PATIENCE, until
 
-from hookline.engines.hidden_states import StatesWanted
+from hookline.engines.request_options import StatesWanted
 from hookline.errors import OptionError
 from hookline.serve.generation_request import Finished, GenerationRequest, Token
 from hookline.serve.serving_engine import Engine
@@ -87,7 +87,7 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
             )
 
     model = save_seeded(Confused, _gpt2().config, None)
-    with pytest.raises(OptionError, match=r"Confused gives .* padded batch than alone \(apart by .*--max-batch 1"):
+    with pytest.raises(OptionError, match=r"Confused gives .* padded batch, .*--max-batch 1"):
         Engine(model)
     engine = started(model, max_batch=1)
     both = [ask(engine, (5, 6, 7), max_tokens=5), ask(engine, (8,), max_tokens=4)]
@@ -96,13 +96,12 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
 
 
 @pytest.mark.parametrize("max_batch", [1, 4])
-def test_a_model_that_gives_nan_is_served_with_a_warning(max_batch, caplog) -> None:
+def test_a_model_that_gives_nan_is_served_and_an_alarm_names_the_layer(max_batch, caplog) -> None:
     """One NaN in its weights: it starts, an alarm names the layer, and the request says why it ends."""
     model = _gpt2()
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.weight[0, 0] = float("nan")
     engine = started(model, max_batch=max_batch)
-    assert "GPT2LMHeadModel gives NaN for a test prompt. It is served all the same" in caplog.text
     engine.hooks.add({"target_modules": ["transformer.h.#"], "hook_factory": "hookline.factories:nan_alarm"})
     answer = ask(engine, (5, 6, 7), max_tokens=5).wait()
     assert answer.finished.reason == "error"
@@ -146,24 +145,24 @@ def test_models_that_cannot_be_served_are_refused_when_the_engine_is_made() -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"prompt_ids": ()}, "at least one token"),
+        ({"prompt_ids": ()}, "at least 1"),
         ({"prompt_ids": tuple(range(3, 300))}, "together 313; this model takes 256"),
         ({"max_tokens": 254}, "together 257"),
-        ({"max_tokens": -1}, "max_tokens takes whole numbers from 0 on"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"prompt_ids": (5, 384)}, "Token 384 is not in the model's vocabulary"),
         ({"prompt_ids": (-1,)}, "Token -1"),
         ({"prompt_ids": (1.5,)}, "prompt_ids"),
-        ({"temperature": float("nan")}, "temperature is a number from 0 on"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0.0}, "top_p is a number above 0"),
-        ({"stop": ("",)}, "an empty one is everywhere"),
-        ({"logprobs": 65}, "logprobs is at most 64"),
-        ({"seed": 1 << 70}, "at most 64 bits"),
-        ({"id": ""}, "id is a string"),
-        ({"states": {"layers": ()}}, "at least one module"),
-        ({"states": {"layers": ("model.layers.0",), "positions": "some"}}, "'all', 'last' or a list"),
-        ({"states": {"layers": ("model.layers.0",), "phase": "both "}}, "phase is one of"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": ("",)}, "stop"),
+        ({"logprobs": 65}, "logprobs"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"id": ""}, "id"),
+        ({"states": {"layers": ()}}, "at least 1"),
+        ({"states": {"layers": ("model.layers.0",), "positions": "some"}}, "'all' or 'last'"),
+        ({"states": {"layers": ("model.layers.0",), "phase": "both "}}, "phase"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_it_runs(engine, options, says) -> None:

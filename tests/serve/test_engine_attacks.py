@@ -22,7 +22,7 @@ from helpers_waiting import PATIENCE, until
 from helpers_warm import run_warm
 
 import hookline as hl
-from hookline.engines.hidden_states import StatesWanted
+from hookline.engines.request_options import StatesWanted
 from hookline.errors import EngineBusy, EngineClosed
 from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import Finished, GenerationRequest
@@ -222,7 +222,7 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
             def __call__(self, module, inputs, output): self.calls += 1
             def close(self): Path({str(tmp_path / "calls")!r}).write_text(str(self.calls))
 
-        engine = Engine(*load({str(folder)!r}, device="cpu"), allow=None)
+        engine = Engine(*load({str(folder)!r}, device="cpu"))
         live = engine.hooks.add({{"target_modules": ["lm_head"], "hook_factory": Writes}})
         engine.start()
         told = []

@@ -15,9 +15,9 @@ from helpers_serve import (
     tiny_tokenizer,
 )
 
-from hookline.serve.generation.request_row import TextStream
-from hookline.serve.generation.sampling import choose
 from hookline.serve.generation_request import Finished, GenerationRequest
+from hookline.serve.request_row import TextStream
+from hookline.serve.sampling import choose
 from hookline.serve.serving_engine import Engine
 
 

@@ -14,7 +14,7 @@ from helpers_serve import (
     states_alone,
 )
 
-from hookline.engines.hidden_states import StatesWanted
+from hookline.engines.request_options import StatesWanted
 from hookline.serve.generation_request import GenerationRequest
 
 pytestmark = [

@@ -19,7 +19,6 @@ from hookline.errors import (
     HookNameError,
     HookSignatureError,
     NoMatchError,
-    NotAllowedError,
     OptionError,
 )
 from hookline.factories import current_tokens
@@ -30,7 +29,7 @@ LAYER = "model.layers.0"
 
 @pytest.fixture
 def engine(tiny):
-    made = Engine(*tiny, allow=("hookline.factories", __name__))
+    made = Engine(*tiny)
     made.start()
     yield made
     made.close(0.0)
@@ -126,7 +125,7 @@ def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
     with pytest.raises(HookNameError, match=r"No hook has the id 'h1'; there is 'h2' \(Counting\)"):
         engine.hooks.remove("h1")
     engine.hooks.add(spec("counting") | {"name": "stats"})
-    with pytest.raises(HookNameError, match=r"No hook has the id 'stats'; there is 'h3' \(stats\)\."):
+    with pytest.raises(HookNameError, match=r"No hook has the id 'stats'; .*'h3' \(stats\)\."):
         engine.hooks.remove("stats")
 
 
@@ -148,7 +147,7 @@ def test_a_hook_that_raises_is_switched_off_and_requests_go_on(tiny, engine, cap
 @pytest.mark.parametrize("given", ["spec", "engine"])
 def test_a_spec_or_the_engine_may_ask_for_errors_to_be_raised(tiny, given) -> None:
     """The requests of that batch fail with the hook's own words, and the next is answered when it is off."""
-    engine = started(*tiny, allow=None, on_error="raise" if given == "engine" else "disable")
+    engine = started(*tiny, on_error="raise" if given == "engine" else "disable")
     options = {"on_error": "raise"} if given == "spec" else {}
     live = engine.hooks.add(spec("counting", config={"fails_at": 2}, **options))
     answer = ask(engine, max_tokens=9).wait()
@@ -177,9 +176,6 @@ def test_a_hook_that_warns_stays_on(engine) -> None:
         (spec("misfit"), HookSignatureError, "cannot be a forward hook"),
         (spec("later"), HookSignatureError, "is async"),
         (spec("absent"), AttributeError, "absent"),
-        (spec("MADE"), NotAllowedError, "comes from 'builtins'"),
-        ({"target_modules": [LAYER], "hook_factory": "os:system"}, NotAllowedError, "os"),
-        ({"target_modules": [LAYER], "hook_factory": "hookline.factoriesX:f"}, NotAllowedError, "factoriesX"),
         ({"target_modules": [LAYER]}, OptionError, "no 'hook_factory'"),
         ({"hook_factory": f"{__name__}:counting"}, OptionError, "no 'target_modules'"),
         (spec("counting", enabled=False), OptionError, "Nothing was attached"),
@@ -206,7 +202,7 @@ def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(eng
     """``allow=None``, not strict: one line of log for the one that matches nothing, and its hook is closed."""
     before = len(MADE)
     specs = [spec("counting", name="a"), spec("counting", "nowhere.*", name="b"), spec("counting", "lm_head", name="c")]
-    added = engine.hooks.add_all(specs, allow=None)
+    added = engine.hooks.add_all(specs)
     assert [(live.name, live.matched, live.origin) for live in added] == [
         ("a", (LAYER,), "start"),
         ("c", ("lm_head",), "start"),
@@ -217,7 +213,7 @@ def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(eng
 
 def test_closing_the_engine_flushes_its_hooks_after_the_last_answer(tiny) -> None:
     """Also one whose close raises does not keep the others open."""
-    engine = Engine(*tiny, allow=None)
+    engine = Engine(*tiny)
     lives = engine.hooks.add_all([spec("counting") for _ in range(3)])
     lives[1].hook.close = lambda: 1 // 0
     engine.start()

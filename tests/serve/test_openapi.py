@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from helpers_http import BEARER, served
 from helpers_serve import tiny_llama
 from hypothesis import HealthCheck, Phase, given, settings
-
-from hookline.serve.http.request_bodies import HookBody
-from hookline.specs.hook_spec import HookSpec
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of packages that schemathesis brings along
@@ -98,14 +94,3 @@ def _go_through(operation: Any, mode: Any) -> None:
         case.call_and_validate(headers=BEARER, excluded_checks=[positive_data_acceptance])
 
     holds()
-
-
-def test_a_method_that_a_path_does_not_have_is_405_with_those_it_has(server: Any) -> None:
-    """Also where two routes share the path."""
-    answer = server.client.put("/hooks", headers=BEARER)
-    assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, POST")
-
-
-def test_a_hook_over_http_has_the_fields_of_a_spec() -> None:
-    """All of them, in the same order, and no others; each body only narrows what a field may be."""
-    assert list(HookBody.model_fields) == [field.name for field in fields(HookSpec)]

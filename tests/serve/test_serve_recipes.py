@@ -46,6 +46,6 @@ def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch: pytes
     """The server needs FastAPI, which comes with the extra; an engine alone does not."""
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "hookline.serve.http.app", raising=False)
-    monkeypatch.delattr(hookline.serve, "make_app", raising=False)
+    monkeypatch.delitem(vars(hookline.serve), "make_app", raising=False)
     with pytest.raises(hookline.errors.MissingPackageError, match=r"make_app needs fastapi, .*'hookline\[serve\]'"):
         hookline.serve.make_app

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.engines.hidden_states import StatesWanted
+from hookline.engines.request_options import StatesWanted
 from hookline.errors import NoMatchError, OptionError
 from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import GenerationRequest
@@ -35,7 +35,8 @@ def assert_own(model, answer, names=(LAYER,)) -> None:
     for name in names:
         states = answer.finished.states[name]
         expected = states_alone(model, ran, name)[states.positions]
-        torch.testing.assert_close(states.values, expected, rtol=1e-4, atol=1e-3)
+        if len(states.positions):
+            torch.testing.assert_close(states.values, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_two_clients_in_one_padded_batch_see_their_own_rows(tiny) -> None:
@@ -117,7 +118,7 @@ def test_a_layer_that_is_not_there_is_refused_with_the_nearest(engine) -> None:
         ask(engine, (5, 6), StatesWanted((LAYER,), positions=(9,)), max_tokens=3)
     with pytest.raises(OptionError, match="Position -3 is never run"):
         ask(engine, (5, 6), StatesWanted((LAYER,), positions=(-3,)), max_tokens=3)
-    with pytest.raises(OptionError, match="No forward is in phase 'decode'"):
+    with pytest.raises(OptionError, match="from 2 to 1"):
         ask(engine, (5, 6), StatesWanted((LAYER,), positions=(2,), phase="decode"), max_tokens=1)
     assert engine.counts()["requests_accepted"] == 0
 

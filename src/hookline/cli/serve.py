@@ -208,7 +208,6 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
             max_waiting=options.max_waiting,
             max_sequence=options.max_sequence,
             captured_bytes=options.captured_bytes,
-            allow=options.allow or None,  # of files; what comes over HTTP brings its own list
         )
         attach_at_start(engine, specs, allow=options.allow or None, strict=not options.no_strict)
         return engine

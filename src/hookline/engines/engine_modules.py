@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from hookline.engines.hidden_states import StateSource
 from hookline.errors import NoMatchError, OptionError
 from hookline.sites.targets import select
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["find_sources", "never_called", "output_widths", "probe_action"]
 
 
-def find_sources(model: nn.Module, layers: Sequence[str], of: str, tp_size: int = 1) -> list[StateSource]:
+def find_sources(model: nn.Module, tp_size: int, layers: Sequence[str], of: str) -> list[StateSource]:
     """Return the sources that names or globs select; raise if one selects none, or what each worker has a part of.
 
     A name of transformers that the engine has fused into another (``q_proj`` into ``qkv_proj``) selects that part.
@@ -117,7 +118,8 @@ def _norm_widths(layer: nn.Module) -> set[int]:
     return {width for width in widths if width is not None}
 
 
-def probe_action(spec: Mapping[str, Any]) -> str | None:
+def probe_action(spec: HookSpec | Mapping[str, Any]) -> str | None:
     """Return the ``action`` of a spec whose factory is ``probe``; None for any other."""
-    is_probe = str(spec.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
-    return (spec.get("config") or {}).get("action") if is_probe else None
+    given = vars(spec) if isinstance(spec, HookSpec) else spec
+    is_probe = str(given.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
+    return (given.get("config") or {}).get("action") if is_probe else None

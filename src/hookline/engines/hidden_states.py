@@ -8,15 +8,15 @@ other requests are never among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hookline.engines.request_options import StatesWanted
 from hookline.errors import OptionError
-from hookline.messages import suggest
 from hookline.observe.tokens import Tokens, current_tokens, sent_to_host
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import submodule
@@ -25,129 +25,10 @@ from hookline.tree import main_tensor
 if TYPE_CHECKING:
     from hookline.sites.handle import HookHandle
 
-__all__ = ["HiddenStates", "RequestStates", "StateSource", "StatesOfLayer", "StatesWanted"]
+__all__ = ["HiddenStates", "RequestStates", "StateSource", "StatesOfLayer"]
 
-_MOST_POSITIONS: Final = 1 << 16
 _MOST_REMEMBERED: Final = 64
 _Stream = Callable[[nn.Module, Any], "Tensor | None"]
-
-
-@dataclass(frozen=True)
-class StatesWanted:
-    """The hidden states that a request asks for.
-
-    Recipe::
-
-        wanted = hookline.serve.StatesWanted(("model.layers.#",), positions="last")
-        engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), states=wanted), on_event=print)
-
-    The token that is sampled last goes through no forward, so that an answer of n tokens has the states of n - 1.
-    """
-
-    layers: tuple[str, ...]
-    """Names or globs of modules, of which each has to match: ``*`` crosses dots, ``#`` is one numeric part."""
-    positions: Literal["all", "last"] | tuple[int, ...] = "all"
-    """Positions in the sequence (prompt and answer) from 0; negative ones count from the end of the prompt; ``"last"``
-    is the last token of each forward: that of the prompt, then every token of the answer."""
-    phase: Literal["prefill", "decode", "both"] = "both"
-    """Of the forward over the prompt, of those over the answer, or of both."""
-    of: Literal["output", "input"] = "output"
-    """What the module returns, or what it is called with; the main tensor of it."""
-    window: tuple[int, int | None] | None = None
-    """First position and the one behind the last, instead of ``positions``; negative ones count from the end of the
-    prompt."""
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__  # it is frozen
-        layers = (self.layers,) if isinstance(self.layers, str) else self.layers
-        if not isinstance(layers, list | tuple) or not all(isinstance(item, str) for item in layers):
-            raise OptionError(f"layers is a list of names or patterns of modules, got {self.layers!r}.")
-        if not layers:
-            raise OptionError("layers names at least one module, got none; see hookline.find(model).")
-        put(self, "layers", tuple(layers))
-        put(self, "positions", _positions(self.positions))
-        put(self, "window", _window(self.window))
-        for name, words in (("phase", ("prefill", "decode", "both")), ("of", ("output", "input"))):
-            if getattr(self, name) not in words:
-                raise OptionError(f"{name} is one of {', '.join(map(repr, words))}; got {getattr(self, name)!r}.")
-        if self.window is not None and self.positions != "all":
-            raise OptionError("hidden_states takes positions or a window, not both.")
-
-    @classmethod
-    def read(cls, given: Any) -> StatesWanted:
-        """Return what an object of a request describes; raise for an object that describes nothing."""
-        if not isinstance(given, Mapping):
-            raise OptionError(f"hidden_states is an object such as {{'layers': ['model.layers.#']}}, got {given!r}.")
-        known = [each.name for each in fields(cls)]
-        for key in given:
-            if key not in known:
-                raise OptionError(f"hidden_states has no option {key!r}{suggest(str(key), known) or '.'}")
-        if given.get("layers") is None:
-            raise OptionError("hidden_states needs layers: names or patterns of modules, such as 'model.layers.#'.")
-        return cls(**{key: value for key, value in given.items() if value is not None})
-
-    def check(self, prompt: int, last: int | None = None) -> None:
-        """Raise for positions that no forward has, of a prompt with so many tokens; ``last`` is the last, if known."""
-        if self.window is not None and self.window[1] is not None:
-            first, end = (each + prompt if each < 0 else each for each in self.window if each is not None)
-            if end <= max(first, 0):
-                raise OptionError(
-                    f"window {list(self.window)} has no position in it: of {prompt} tokens of prompt it begins at "
-                    f"{first} and ends before {end}."
-                )
-        if last is None or isinstance(self.positions, str):
-            return
-        first = prompt if self.phase == "decode" else 0
-        last = prompt - 1 if self.phase == "prefill" else last
-        if first > last:
-            raise OptionError(
-                f"No forward is in phase {self.phase!r}: an answer of one token comes of the prompt's own."
-            )
-        for asked in self.positions:
-            if not first <= (asked + prompt if asked < 0 else asked) <= last:
-                raise OptionError(
-                    f"Position {asked} is never run: the prompt has {prompt} tokens, so that in phase {self.phase!r} "
-                    f"positions go from {first} to {last}."
-                )
-
-    def places(self, first: int, count: int, prompt: int) -> Sequence[int]:
-        """Return the wanted positions among ``count`` from ``first`` on, rising, of a sequence with such a prompt."""
-        end = first + count
-        if self.phase == "prefill":
-            end = min(end, prompt)
-        elif self.phase == "decode":
-            first = max(first, prompt)
-        if self.positions == "last":  # of the prompt, then every token of the answer; a prompt may come in chunks
-            first = max(first, prompt - 1)
-        if self.window is not None:
-            start, stop = self.window
-            first = max(first, start if start >= 0 else prompt + start)
-            end = end if stop is None else min(end, stop if stop >= 0 else prompt + stop)
-        if isinstance(self.positions, str):
-            return range(first, max(end, first))
-        return sorted({at for each in self.positions if first <= (at := each if each >= 0 else prompt + each) < end})
-
-
-def _positions(value: Any) -> Any:
-    if value in ("all", "last"):
-        return value
-    if not isinstance(value, list | tuple | range) or not value or any(type(each) is not int for each in value):
-        raise OptionError(f"positions is 'all', 'last' or a list of whole numbers, got {value!r}.")
-    if len(value) > _MOST_POSITIONS:
-        raise OptionError(f"positions has at most {_MOST_POSITIONS} numbers, got {len(value)}.")
-    return tuple(value)
-
-
-def _window(given: Any) -> tuple[int, int | None] | None:
-    if given is None:
-        return None
-    fits = isinstance(given, list | tuple) and len(given) == 2 and type(given[0]) is int
-    if not fits or not (given[1] is None or type(given[1]) is int):
-        raise OptionError(f"window is [first, behind the last], such as [0, 16] or [-8, null], got {given!r}.")
-    first, end = given
-    if end is not None and (first < 0) == (end < 0) and end <= first:
-        raise OptionError(f"window is [first, behind the last], and {given!r} ends before it starts.")
-    return int(first), end
 
 
 class StateSource(NamedTuple):
@@ -180,6 +61,16 @@ class StatesOfLayer:
     values: Tensor
     """(positions, features), on the CPU, in the layer's own type."""
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return them as plain data, with bytes as ``data``."""
+        values = self.values.contiguous()
+        return {
+            "dtype": str(values.dtype).removeprefix("torch."),
+            "shape": list(values.shape),
+            "positions": self.positions,
+            "data": values.view(torch.uint8).numpy().tobytes() if values.numel() else b"",
+        }
+
 
 @dataclass(eq=False)
 class RequestStates:
@@ -193,8 +84,6 @@ class RequestStates:
     sources: Sequence[StateSource]
     most_bytes: int | None = None
     """How many bytes were set aside for them; None if an engine counts what has come."""
-    shapes: Mapping[StateSource, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """How many numbers, and of which type, a source gives for a token, where that is known before it does."""
     pieces: dict[StateSource, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)
     silent: set[StateSource] = field(default_factory=set)
     """Sources that were not called in a step in which the request wanted their states."""
@@ -221,18 +110,13 @@ class RequestStates:
         """Return all states by the names of their sources, and let go of them; a source that gave none has no rows."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are made by its streams
-        return {source.title: self._joined(source) for source in self.sources}
-
-    def _joined(self, source: StateSource) -> StatesOfLayer:
-        pieces = self.pieces.pop(source, [])
-        if pieces:
-            return _joined(pieces, source)
-        features, dtype = self.shapes.get(source, (0, torch.float32))
-        return StatesOfLayer([], torch.empty(0, features, dtype=dtype))
+        return {source.title: _joined(self.pieces.pop(source, []), source) for source in self.sources}
 
 
 def _joined(pieces: list[tuple[Sequence[int], Tensor]], source: StateSource) -> StatesOfLayer:
     """Return the pieces of one source as one; of a position that came twice, the last."""
+    if not pieces:
+        return StatesOfLayer([], torch.empty(0, 0))
     values = torch.cat([piece for _, piece in pieces])
     places = {position: place for place, position in enumerate(p for each, _ in pieces for p in each)}
     order = sorted(places)
@@ -251,39 +135,31 @@ class _Part(NamedTuple):
     start: int
 
 
-class _Expected(NamedTuple):
-    """What an observer takes in the next forward."""
-
-    table: Tokens
-    places: dict[torch.device, Tensor] | None
-    """Places among the entries of the batch, on each device that has asked; None for all of them."""
-    parts: list[_Part]
-
-
 class _Observer:
     """Observe one side of one module for all requests that want its states."""
 
     def __init__(self, model: nn.Module, module: str, of: str, stream: _Stream) -> None:
         self.users: dict[RequestStates, list[StateSource]] = {}
         """Which of its sources each request has here."""
-        self.expected: _Expected | None = None
+        self.parts: list[_Part] = []
+        """What is wanted of the next forward."""
         self.found: list[Tensor] = []
         """What each part gave, once the module was called."""
-        self.parts: list[_Part] = []
-        """Those of the running forward."""
+        self._table: Tokens | None = None
+        """The forward to look at; None if no row is wanted, or once the module was called in it."""
+        self._places: dict[torch.device, Tensor] | None = None
+        """Places among the entries of the batch, on each device that has asked; None for all of them."""
         self._module = submodule(model, module) if module else model
-        self._name, self._of = module, of
+        self._what = f"the {of} of {module!r}"
         self._stream = stream
-        is_output = of == "output"
-        self.handle: HookHandle = attach(
-            model,
-            module or None,
-            self._after if is_output else self._before,
-            on="forward" if is_output else "forward_pre",
-            with_kwargs=not is_output,
-            observe=True,
-            name="states",
-        )
+        hook = self._after if of == "output" else self._before
+        options: Any = {} if of == "output" else {"on": "forward_pre", "with_kwargs": True}
+        self.handle: HookHandle = attach(model, module or None, hook, observe=True, name="states", **options)
+
+    def expect(self, table: Tokens, parts: list[_Part], places: dict[torch.device, Tensor] | None) -> None:
+        """Take these rows in the forward that `table` describes."""
+        self.parts, self.found = parts, []
+        self._table, self._places = table if parts else None, places
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._take(output)
@@ -292,33 +168,42 @@ class _Observer:
         self._take((args, kwargs))
 
     def _take(self, value: Any) -> None:
-        expected = self.expected
-        if expected is None:  # no row is wanted, or the module is called again in this forward
+        table = self._table
+        if table is None or current_tokens() is not table:  # another thread may run the same model
             return
-        if current_tokens() is not expected.table:  # another thread runs the same model
-            return
-        self.expected = None
+        self._table = None
         try:
             main = self._stream(self._module, value)
-            rows = None if main is None else expected.table.by_token(main)
+            rows = None if main is None else table.by_token(main)
             if rows is None:
-                raise OptionError(f"the {self._of} of {self._name!r} has no row of numbers for each token here")
-            picked = _picked(rows, expected)
+                raise OptionError(f"{self._what} has no row of numbers for each token here")
+            picked = self._picked(rows, table)
             picked = picked.flatten(1) if picked.dim() > 1 else picked.unsqueeze(1)
-            self.found = [_own(picked, part.start, len(part.positions)) for part in expected.parts]
+            self.found = [_own(picked, part.start, len(part.positions)) for part in self.parts]
         except Exception as error:  # fails the requests that asked, not the batch
-            for part in expected.parts:
+            for part in self.parts:
                 part.states.fail(error)
 
+    def _picked(self, rows: Tensor, table: Tokens) -> Tensor:
+        """Return the wanted rows of all requests, one after the other; a copy."""
+        places = self._places
+        if places is None:
+            return rows[: table.count].clone()
+        if rows.device not in places:
+            places[rows.device] = places[torch.device("cpu")].to(rows.device, non_blocking=True)
+        return rows.index_select(0, places[rows.device])
 
-def _picked(rows: Tensor, expected: _Expected) -> Tensor:
-    """Return the wanted rows of all requests, one after the other; a copy."""
-    places = expected.places
-    if places is None:
-        return rows[: expected.table.count].clone()
-    if rows.device not in places:
-        places[rows.device] = places[torch.device("cpu")].to(rows.device, non_blocking=True)
-    return rows.index_select(0, places[rows.device])
+    def hand_out(self) -> int:
+        """Give what the forward gave to the requests; return how many bytes."""
+        found, parts = self.found, self.parts
+        self.parts, self.found, self._table = [], [], None
+        for place, (states, positions, _) in enumerate(parts):
+            for source in self.users.get(states, ()):
+                if found:
+                    states.add(source, positions, found[place])
+                else:
+                    states.silent.add(source)
+        return sum(each.nbytes for each in found)
 
 
 def _own(picked: Tensor, start: int, count: int) -> Tensor:
@@ -379,19 +264,16 @@ class HiddenStates:
 
     def begin_step(self, table: Tokens) -> None:
         """Tell the observers what to take in the next forward."""
-        if not self._observers:
-            return
-        chosen = list(self._chosen(table))
+        chosen = self._chosen(table) if self._observers else []
         for observer in self._observers.values():
-            observer.found, observer.parts = [], []
+            parts: list[_Part] = []
             places: list[int] = []
             for states, positions, offset in chosen:
                 if states in observer.users:
-                    observer.parts.append(_Part(states, positions, len(places)))
+                    parts.append(_Part(states, positions, len(places)))
                     places += [offset + position for position in positions]
             is_all = table.width is None and len(places) == table.count
-            remembered = None if is_all else self._remembered(tuple(places))
-            observer.expected = _Expected(table, remembered, observer.parts) if places else None
+            observer.expect(table, parts, None if is_all else self._remembered(tuple(places)))
 
     def _chosen(self, table: Tokens) -> list[tuple[RequestStates, Sequence[int], int]]:
         """Return who wants tokens of the step: which positions, and what to add to a position for its place."""
@@ -416,14 +298,6 @@ class HiddenStates:
     def end_step(self) -> None:
         """Hand out what the forward gave, and stop gathering for requests that cannot have theirs."""
         for observer in self._observers.values():
-            found, parts = observer.found, observer.parts
-            observer.expected, observer.found, observer.parts = None, [], []
-            self.gathered += sum(each.nbytes for each in found)
-            for place, (states, positions, _) in enumerate(parts):
-                for source in observer.users.get(states, ()):
-                    if not found:
-                        states.silent.add(source)
-                    else:
-                        states.add(source, positions, found[place])
+            self.gathered += observer.hand_out()
         for states in [each for each in self._open.values() if each.error is not None]:
             self.close(states)

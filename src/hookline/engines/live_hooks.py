@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
 from hookline.factories.factory_hook import FactoryHook
-from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import PerSiteHook
-from hookline.sites.modules.module_hooks import LOCK, CallGuard, Slot
 from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook, hooks_of, register_hooks
@@ -32,18 +30,7 @@ from hookline.specs.hook_spec import HookSpec
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "Between",
-    "LiveHook",
-    "LiveHooks",
-    "Origin",
-    "Place",
-    "at_once",
-    "check_width",
-    "finite_metrics",
-    "hooks_suspended",
-    "silent_sites",
-]
+__all__ = ["Between", "LiveHook", "LiveHooks", "Origin", "Place", "at_once", "check_width", "finite_metrics"]
 
 logger = logging.getLogger("hookline.serve.hooks")
 
@@ -58,8 +45,9 @@ _CONSEQUENCES: Final = {
     "warn": "stays on; further errors are not logged",
     "disable": "is switched off",
 }
-_OWN: Final[tuple[str, ...]] = ("the engine's own",)
-"""Stands for the list of what may be named that `LiveHooks` was made with; compared by identity."""
+_MOST_NUMBERS: Final = 16
+"""A list of more numbers is shown by its first ones: the vector of `steer` has thousands."""
+_FIRST: Final = 4
 
 
 class LiveHook(ErrorHandlingHook):
@@ -156,6 +144,48 @@ class LiveHook(ErrorHandlingHook):
             self.policy.count(self.name, error, "in to_metrics")
             return {}
 
+    def silent_sites(self) -> dict[str, str]:
+        """Return the modules where it has not fired although the model ran, each with the likely cause."""
+        attachment = self.handle._attachment
+        entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
+        return {each.name: likely_cause(each, attachment) for each in entries}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as ``GET /hooks`` shows it, on every engine."""
+        spec, factory = self.spec, self.spec.hook_factory
+        is_path = factory is None or isinstance(factory, str)
+        return {
+            "id": self.id,
+            "name": self.name,
+            "hook_factory": factory or "" if is_path else f"{factory.__module__}:{hook_name(factory)}",
+            "target_modules": list(spec.target_modules),
+            "on": spec.on,
+            "observe": spec.observe,
+            "every": spec.every,
+            "on_error": spec.on_error,
+            "config": _plain(spec.config),
+            "matched": list(self.matched),
+            "origin": self.origin,
+            "fired": self.fired,
+            "last_step": self.last_step,
+            "cost_us": self.cost_us,
+            "errors": self.errors,
+            "off": self.off,
+            "last_error": self.last_error,
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates, a vector many numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value):
+            return [*map(_plain, value[:_FIRST]), f"… {len(value) - _FIRST} more"]
+        return [_plain(each) for each in value]
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return value if is_number or value is None or isinstance(value, str | int) else str(value)
+
 
 # Whether a hook can edit is read off its code, hence a class for each.
 
@@ -208,6 +238,12 @@ class _Factory:
         return str(self._spec.hook_factory)
 
 
+def _made_by(spec: HookSpec, factory: _Factory) -> HookSpec:
+    """Return `spec` with `factory`, whose hook deals with its errors itself."""
+    values = {each.name: getattr(spec, each.name) for each in fields(HookSpec)}
+    return HookSpec(**{**values, "hook_factory": factory, "on_error": "raise"})
+
+
 class Between(Protocol):
     """Runs an act when no forward is running: `Engine.between`, `at_once`."""
 
@@ -256,7 +292,6 @@ class LiveHooks:
         model: nn.Module,
         between: Between = at_once,
         *,
-        allow: Iterable[str] | None = None,
         on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
     ) -> None:
@@ -264,26 +299,37 @@ class LiveHooks:
         self._widths = widths or {}
         """How many numbers the output of a module has for a token, where that is known."""
         self._between = between
-        self._allow = allow
         self._on_error = on_error
         self._live: dict[str, LiveHook] = {}
         self._numbered = 0
         self._is_closed = False
         self._lock = threading.RLock()
         """Held while hooks come and go: once the engine is over, any thread may do it at once."""
-        self._closing: dict[threading.Event, int] = {}
-        """The threads that are closing hooks, each with what says that it is done."""
+        self._closing = threading.RLock()
+        """Held while removed hooks write what they have. Of a thread: a hook may close the engine in its close."""
 
     @property
     def is_active(self) -> bool:
         """Return whether a hook is on that no error has switched off."""
         return any(not live.off for live in self._live.values())
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Switch all hooks off for the block, whose forwards are no requests'."""
+        on = [live for live in self.list() if not live.off]
+        for live in on:
+            live.off = True
+        try:
+            yield
+        finally:
+            for live in on:
+                live.off = False
+
     def add(
         self,
         spec: HookSpec | Mapping[str, Any],
         *,
-        allow: Iterable[str] | None = _OWN,
+        allow: Iterable[str] | None = None,
         strict: bool = True,
         origin: Origin = "http",
         patience_s: float | None = None,
@@ -293,7 +339,7 @@ class LiveHooks:
         Args:
             spec: A dictionary, in which ``on_error`` is the engine's unless it says otherwise; or a `HookSpec`, which
                 is taken at its word.
-            allow: What paths of factories may begin with, if not the engine's own list; None allows all.
+            allow: What paths of factories may begin with; None allows all.
             strict: Every pattern has to match; with False, one of them.
             origin: Where the spec came from.
             patience_s: How long to wait for the running forward; None waits to its end.
@@ -313,7 +359,7 @@ class LiveHooks:
         self,
         specs: _Specs,
         *,
-        allow: Iterable[str] | None = _OWN,
+        allow: Iterable[str] | None = None,
         strict: bool = False,
         origin: Origin = "start",
         patience_s: float | None = None,
@@ -322,8 +368,7 @@ class LiveHooks:
 
         Each spec uses up a number, attached or not: the workers of one engine have the same ids for the same hooks.
         """
-        own = self._allow if allow is _OWN else allow
-        allowed = None if own is None else (own,) if isinstance(own, str) else tuple(own)
+        allowed = None if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
         return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
 
     def remove(self, id: str, *, patience_s: float | None = None) -> LiveHook:
@@ -332,8 +377,8 @@ class LiveHooks:
         Raises:
             HookNameError: There is none of that id, or it is off already.
         """
-        live, going = _in_time(self._between(lambda: self._remove(id)), patience_s)
-        self._close_made(going)  # on this thread: the caller waits until all is written, forwards do not
+        live = _in_time(self._between(lambda: self._remove(id)), patience_s)
+        self._close_made([(live.hook, live)])  # on this thread: the caller waits until all is written, forwards do not
         return live
 
     def list(self) -> _Hooks:
@@ -351,14 +396,13 @@ class LiveHooks:
         while self._live:
             with self._lock:
                 id = next(reversed(self._live), None)
-                going = self._remove(id)[1] if id is not None else []
-            self._close_made(going)
+                going = [] if id is None else [self._remove(id)]
+            self._close_made([(live.hook, live) for live in going])
 
     def wait_until_closed(self, patience_s: float | None = None) -> None:
-        """Wait, `patience_s` for each, for removed hooks that other threads are closing."""
-        for done, thread in tuple(self._closing.items()):
-            if thread != threading.get_ident():  # a hook that closes the engine in its close must not wait for itself
-                done.wait(patience_s)
+        """Wait, at most `patience_s`, for removed hooks that another thread is closing."""
+        if self._closing.acquire(timeout=-1 if patience_s is None else patience_s):
+            self._closing.release()
 
     # -- between two forwards --------------------------------------------------------------------------------
 
@@ -367,7 +411,7 @@ class LiveHooks:
         checked = [self._checked(spec) for spec in specs]
         factories = [_Factory(spec, allow, origin, self._widths) for spec in checked]
         ready = [
-            replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory is not None else spec
+            _made_by(spec, factory) if spec.hook_factory is not None else spec
             for spec, factory in zip(checked, factories, strict=True)
         ]
         added: _Hooks = []
@@ -397,34 +441,27 @@ class LiveHooks:
             live.hook.expect(handle.names)
         self._live[id] = live
 
-    def _remove(self, id: str) -> tuple[LiveHook, Sequence[_Made]]:
-        """Return the removed hook, and what is to be closed now."""
+    def _remove(self, id: str) -> LiveHook:
         with self._lock:
             live = self._live.pop(id, None)
             if live is None:
-                raise HookNameError(f"No hook has the id {id!r}; {self._ids_text(id)}.")
+                known = ", ".join(f"{each.id!r} ({each.name})" for each in self._live.values())
+                raise HookNameError(f"No hook has the id {id!r}; there is {known or 'none'}.")
             live.handle.remove(quiet=True)
-            return live, [(live.hook, live)]
-
-    def _ids_text(self, asked: str) -> str:
-        """Return which ids there are, each with its name; those of the name `asked`, if there are such."""
-        named = [live for live in self._live.values() if live.name == asked] or list(self._live.values())
-        return f"there is {', '.join(f'{live.id!r} ({live.name})' for live in named) or 'none'}"
+            return live
 
     def _close_made(self, going: Sequence[_Made]) -> None:
         """Close what factories made, each once, unless a hook that stays on has it; may take as long as writing."""
         with self._lock:
             kept = {id(live.hook) for live in self._live.values()}
-        done = threading.Event()
-        self._closing[done] = threading.get_ident()
-        try:
-            for hook, live in {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}.values():
+        closing = {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}
+        if not closing:
+            return
+        with self._closing:
+            for hook, live in closing.values():
                 error = close_hook(hook)
                 if error is not None and live is not None:
                     live.policy.count(live.name, error, "in close")
-        finally:
-            del self._closing[done]
-            done.set()
 
     def _metrics(self) -> dict[str, dict[str, float]]:
         with_metrics = (live for live in self._live.values() if callable(getattr(live.hook, "to_metrics", None)))
@@ -446,52 +483,3 @@ def check_width(hook: Any, names: Sequence[str], widths: Mapping[str, int]) -> N
                 f"{hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} has "
                 f"{found} for each token: give it one of {found}, or name modules whose output has {width}."
             )
-
-
-def silent_sites(live: LiveHook) -> dict[str, str]:
-    """Return the modules where a hook has not fired although the model ran, each with the likely cause."""
-    attachment = live.handle._attachment
-    entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
-    return {each.name: likely_cause(each, attachment) for each in entries}
-
-
-# -- a model without its hooks -------------------------------------------------------------------------------
-
-
-@contextmanager
-def hooks_suspended(model: nn.Module) -> Iterator[None]:
-    """Suspend the hooks that hookline has on `model` for the block, and the counting of its forwards.
-
-    Recipe: ``with hooks_suspended(model): model(ids)``. Hooks must not come or go meanwhile.
-    """
-    modules = list(model.modules())
-    with LOCK:
-        kept = [found for module in modules for found in _take_hooks(module)]
-        guards = [(module, guard) for module in modules if (guard := _take_guard(module)) is not None]
-    try:
-        yield
-    finally:
-        with LOCK:
-            for hooks, items in kept:
-                hooks.clear()
-                hooks.update(items)  # each in its place again: edits first, observers last
-            for module, guard in guards:
-                module.__dict__[_torch.CALL_IMPL] = guard
-
-
-def _take_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        items = list(hooks.items())
-        ours = [hook_id for hook_id, hook in items if isinstance(hook, Slot)]
-        if ours:
-            for hook_id in ours:
-                del hooks[hook_id]
-            yield hooks, items
-
-
-def _take_guard(module: nn.Module) -> CallGuard | None:
-    guard = module.__dict__.get(_torch.CALL_IMPL)
-    if not isinstance(guard, CallGuard):
-        return None
-    del module.__dict__[_torch.CALL_IMPL]
-    return guard

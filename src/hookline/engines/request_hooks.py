@@ -7,15 +7,17 @@ Only tensors with a row for each token are shown; a hook of a request never gets
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import Tensor
 
 from hookline.engines.live_hooks import LiveHook, LiveHooks, check_width, finite_metrics
+from hookline.engines.request_options import ClientHook
 from hookline.errors import EngineBusy, HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.factories.factory_hook import FactoryHook
@@ -31,15 +33,13 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = ["MOST_HOOKS", "MOST_PLACES", "PreparedHooks", "RequestHooks", "checked_spec", "harmless_spec"]
+__all__ = ["MOST_PLACES", "PreparedHooks", "RequestHooks", "remembered"]
 
-MOST_HOOKS: Final = 64
-"""Of one request."""
 MOST_PLACES: Final = 4096
 """Hooks times modules, over the answers of all requests that wait or run. Attaching, calling and removing a hook takes
 a part of a millisecond for each, in which no other request gets a token."""
-_MOST_REMEMBERED: Final = 32
 _READY: Final = "hookline.factories"
+T = TypeVar("T")
 
 
 class RequestHooks:
@@ -70,8 +70,7 @@ class RequestHooks:
         self._lock = threading.Lock()
         self._held = 0
         """Hooks times modules of all requests that were prepared and are not closed."""
-        # The answers of one request, which come one by one, have the same patterns.
-        self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
+        self._names = remembered(partial(_names, model))
 
     @property
     def is_active(self) -> bool:
@@ -79,7 +78,7 @@ class RequestHooks:
         return self._live.is_active
 
     def prepare(
-        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None, *, answers: int = 1
+        self, id: str, specs: Sequence[ClientHook], allow: Sequence[str] | None = None, *, answers: int = 1
     ) -> PreparedHooks:
         """Return the hooks of the request `id`, made and not attached; raise for what a request may not ask.
 
@@ -91,10 +90,10 @@ class RequestHooks:
             allow: What paths of other factories may begin with.
             answers: How many answers the client asked for together, each with these hooks.
         """
-        if len(specs) > MOST_HOOKS:
-            raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
-        checked = [self._on_names(checked_spec(spec, allow)) for spec in specs]
-        places = sum(len(spec.target_modules) for spec in checked)
+        for spec in specs:
+            _check_allowed(spec, allow)
+        names = [self._names(spec.target_modules, spec.exclude) for spec in specs]
+        places = sum(map(len, names))
         if places * answers > MOST_PLACES:
             raise OptionError(
                 f"The hooks of this request are on {places} modules, for {answers} answers: together "
@@ -104,8 +103,8 @@ class RequestHooks:
         self._hold(places)
         prepared = PreparedHooks(self._live, partial(self._hold, -places))
         try:
-            for spec in checked:
-                self._add(prepared, id, spec, [_READY, *(allow or ())])
+            for spec, found in zip(specs, names, strict=True):
+                self._add(prepared, id, spec, found, [_READY, *(allow or ())])
         except BaseException:
             prepared.close()
             raise
@@ -121,18 +120,11 @@ class RequestHooks:
                 )
             self._held += places
 
-    def _on_names(self, spec: HookSpec) -> HookSpec:
-        """Return `spec` with the names of the modules that its patterns match."""
-        found = self._names(spec.target_modules, spec.exclude)
-        if isinstance(found, Exception):
-            raise found.with_traceback(None)
-        return replace(spec, target_modules=found, exclude=())
-
-    def _add(self, prepared: PreparedHooks, id: str, spec: HookSpec, allow: Sequence[str]) -> None:
-        """Make the hook of `spec`, check it, and add it for the modules that have rows of requests."""
-        names = tuple(name for name in spec.target_modules if self._outputs is None or name in self._outputs)
+    def _add(self, prepared: PreparedHooks, id: str, spec: ClientHook, found: Sequence[str], allow: Any) -> None:
+        """Make the hook of `spec`, check it, and add it for the modules in `found` that have rows of requests."""
+        names = tuple(name for name in found if self._outputs is None or name in self._outputs)
         if not names:
-            asked = ", ".join(map(repr, spec.target_modules))
+            asked = ", ".join(map(repr, found))
             raise OptionError(f"{asked}: no module of these has an output with a row for each token.")
         made = _called(spec, allow)
         try:
@@ -142,7 +134,16 @@ class RequestHooks:
             close_hook(made)
             raise
         prepared.hooks.append(hook)
-        prepared.specs.append(replace(spec, target_modules=names, hook_factory=lambda config: hook))
+        prepared.specs.append(
+            HookSpec(
+                name=spec.name or re.split("[:.]", spec.hook_factory)[-1],
+                target_modules=names,
+                hook_factory=lambda config: hook,
+                observe=spec.observe,
+                every=spec.every,
+                on_error=spec.on_error,
+            )
+        )
 
 
 class PreparedHooks:
@@ -176,13 +177,32 @@ class PreparedHooks:
         return [_found(live) for live in opened]
 
 
-def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]) -> Any:
-    """Return the names of modules that match, or the error to raise: it took as long, and is remembered too."""
-    try:
-        found = find_sites(model, HookSpec(target_modules=patterns, exclude=exclude), strict=True)
-    except HooklineError as error:
-        return error
+def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of modules that match."""
+    found = find_sites(model, HookSpec(target_modules=patterns, exclude=exclude), strict=True)
     return () if found is None else tuple(found.names)
+
+
+def remembered(function: Callable[..., T]) -> Callable[..., T]:
+    """Return `function` with its last results, and errors of ours, remembered.
+
+    The answers to one prompt, which come one by one, have the same patterns.
+    """
+
+    @lru_cache(maxsize=32)
+    def outcome(*args: Any) -> tuple[Any, HooklineError | None]:
+        try:
+            return function(*args), None
+        except HooklineError as error:
+            return None, error
+
+    def call(*args: Any) -> T:
+        found, error = outcome(*args)
+        if error is not None:
+            raise error.with_traceback(None)
+        return found  # type: ignore[no-any-return]
+
+    return call
 
 
 def _found(live: LiveHook) -> dict[str, Any]:
@@ -200,43 +220,26 @@ def _found(live: LiveHook) -> dict[str, Any]:
 # -- what a request may ask ----------------------------------------------------------------------------------------
 
 
-def checked_spec(given: Mapping[str, Any], allow: Sequence[str] | None) -> HookSpec:
-    """Return the spec of a hook of a request; raise for what requests may not ask.
+def _check_allowed(spec: ClientHook, allow: Sequence[str] | None) -> None:
+    """Raise for what requests may not ask.
 
-    Requests come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts
-    with an entry of ``allow``. An error in the hook never leaves the model's forward: it would end the engine.
+    They come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts with
+    an entry of ``allow``.
     """
-    checked = HookSpec.from_dict(harmless_spec(given))
-    path = checked.hook_factory
-    if not isinstance(path, str):
-        raise OptionError("A hook of a request needs hook_factory, such as 'hookline.factories:steer'.")
-    if checked.on != "forward":
-        raise OptionError(f"Hooks of a request are on='forward', got {checked.on!r}.")
-    _check_allowed(path, checked.config, allow)
-    return replace(checked, name=checked.name or path.rpartition(":")[2].rpartition(".")[2])
-
-
-def harmless_spec(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec of a client with its ``on_error``, ``"disable"`` if left out; refuse what could stop the engine."""
-    on_error = given.get("on_error")
-    if on_error not in (None, "disable", "warn"):
-        raise OptionError(f"on_error is 'disable' or 'warn' for a hook of a client, got {on_error!r}.")
-    return {**given, "on_error": on_error or "disable"}
-
-
-def _check_allowed(path: str, config: Mapping[str, Any], allow: Sequence[str] | None) -> None:
-    dotted = path.replace(":", ".")
-    name = dotted.removeprefix(f"{_READY}.")
-    if name in FILE_OPTIONS and dotted.startswith(f"{_READY}."):
-        files = [option for option in FILE_OPTIONS[name] if config.get(option) is not None]
+    if spec.on != "forward":
+        raise OptionError(f"Hooks of a request are on='forward', got {spec.on!r}.")
+    path = spec.hook_factory.replace(":", ".")
+    name = path.removeprefix(f"{_READY}.")
+    if name != path and name in FILE_OPTIONS:
+        files = [option for option in FILE_OPTIONS[name] if spec.config.get(option) is not None]
         if files or "folder" in FILE_OPTIONS[name]:
             raise NotAllowedError(f"{name} has files, and a hook of a request gets none; attach it to the engine.")
         return
     prefixes = [each.replace(":", ".") for each in allow or ()]
-    usable = [each for each, options in FILE_OPTIONS.items() if "folder" not in options]
-    if not any(dotted == each or dotted.startswith(f"{each}.") for each in prefixes if each != _READY):
+    if not any(path == each or path.startswith(f"{each}.") for each in prefixes if each != _READY):
+        usable = [f"{_READY}:{each}" for each, options in FILE_OPTIONS.items() if "folder" not in options]
         raise NotAllowedError(
-            f"A request may not name {path!r}; it may name {', '.join(f'{_READY}:{each}' for each in usable)}"
+            f"A request may not name {spec.hook_factory!r}; it may name {', '.join(usable)}"
             f"{', or what begins with ' + ', '.join(prefixes) if prefixes else ''}."
         )
 

@@ -6,21 +6,18 @@ A request asks with a plain object (`RequestOptions`). What is wrong with it is 
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from hookline.engines.engine_modules import find_sources, never_called
-from hookline.engines.hidden_states import RequestStates, StatesOfLayer, StateSource, StatesWanted
+from hookline.engines.hidden_states import RequestStates, StateSource
+from hookline.engines.request_hooks import remembered
+from hookline.engines.request_options import RequestOptions, split_key
 from hookline.errors import Hint, HooklineError, HookNameError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
-from hookline.messages import suggest
 from hookline.sites.receipt import cause_around
 from hookline.sites.wrappers import submodule
 
@@ -30,80 +27,12 @@ if TYPE_CHECKING:
     from hookline.engines.request_hooks import PreparedHooks
     from hookline.engines.session import Session
 
-__all__ = ["MOST_PATTERNS", "RequestOptions", "RequestResults", "check_called", "error_to_plain"]
+__all__ = ["RequestResults", "check_called", "error_to_plain"]
 
 logger = logging.getLogger("hookline.engines")
 
-MOST_PATTERNS: Final = 256
-"""Names and patterns of modules in one request: each is held against every module, 256 of them for 0.4 s in a model of
-423."""
 _MOST_KEPT: Final = 4096
 """Requests whose results, or flags, wait to be taken."""
-_LONGEST_TEXT: Final = 4 << 20
-_KEYS: Final = ("hidden_states", "hooks", "key")
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What a request asks for."""
-
-    key: str | None = None
-    """A UUID under which its results are kept; without one they are under the id that the client gave."""
-    states: StatesWanted | None = None
-    hooks: tuple[Mapping[str, Any], ...] = ()
-    """Specs of hooks for this request alone."""
-
-    @classmethod
-    def read(cls, given: Any) -> RequestOptions:
-        """Return the options of a request, an object or its JSON; raise for what they cannot be.
-
-        >>> RequestOptions.read('{"hidden_states": {"layers": ["model.norm"]}}').states.layers
-        ('model.norm',)
-        """
-        given = _object(given)
-        for key in given:
-            if key not in _KEYS:
-                raise OptionError(
-                    f"A request has no option {key!r}{suggest(str(key), _KEYS) or '.'} It takes {', '.join(_KEYS)}."
-                )
-        states, hooks = given.get("hidden_states"), given.get("hooks") or ()
-        if not isinstance(hooks, list | tuple) or not all(isinstance(each, Mapping) for each in hooks):
-            raise OptionError(f"hooks is a list of hook specs, got {hooks!r}.")
-        made = cls(_key(given.get("key")), None if states is None else StatesWanted.read(states), tuple(hooks))
-        if made.patterns > MOST_PATTERNS:
-            raise OptionError(f"A request has at most {MOST_PATTERNS} names and patterns of modules; name fewer.")
-        return made
-
-    @property
-    def patterns(self) -> int:
-        """Return how many names and patterns of modules it has."""
-        lists: list[Any] = [] if self.states is None else [self.states.layers]
-        lists += [hook.get(name) for hook in self.hooks for name in ("target_modules", "exclude")]
-        return sum(len(each) if isinstance(each, list | tuple) else 1 for each in lists if each is not None)
-
-
-def _object(given: Any) -> Mapping[str, Any]:
-    """Return the options of a request as an object, of which they may be the JSON."""
-    if isinstance(given, str):
-        if len(given) > _LONGEST_TEXT:
-            raise OptionError(f"The options of a request have at most {_LONGEST_TEXT} characters, got {len(given)}.")
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise OptionError(f"The options of a request are JSON, got {given[:80]!r} ({error}).") from None
-    if not isinstance(given, Mapping):
-        raise OptionError(f"The options of a request are an object with {', '.join(_KEYS)}, got {given!r}.")
-    return given
-
-
-def _key(given: Any) -> str | None:
-    """Return a key as it is looked up: whoever knows it gets the results, so it has to be one that nobody guesses."""
-    if given is None:
-        return None
-    try:
-        return str(uuid.UUID(given))
-    except (ValueError, AttributeError, TypeError):
-        raise OptionError(f"key is a UUID such as {uuid.uuid4()}, made anew for each request; got {given!r}.") from None
 
 
 @dataclass(eq=False)
@@ -165,8 +94,7 @@ class RequestResults:
         self._allow = allow
         self._check = check
         self._can_stop = can_stop
-        # Remembered: the answers to one prompt, which come one by one, have the same patterns.
-        self._sources = lru_cache(maxsize=32)(partial(_sources_or_error, session.model, tp_size))
+        self._sources = remembered(partial(find_sources, session.model, tp_size))
         self._running: dict[str, _Result] = {}
         self._kept: dict[str, list[_Result]] = {}
         """By key, in the order in which their first request began."""
@@ -195,12 +123,12 @@ class RequestResults:
             return
         result = _Result(id, name, prompt, not_computed, name, place)
         try:
-            given = _object(options)
-            result.key = _key(given.get("key")) or name  # first of all: what is wrong with the rest is told under it
+            key, given = split_key(options)
+            result.key = key or name  # first of all: what is wrong with the rest is told under it
             asked = RequestOptions.read(given)
-            if asked.states is None and not asked.hooks:
+            if asked == RequestOptions():
                 return
-            if asked.key is None:
+            if key is None:
                 self._kept.pop(name, None)  # what an earlier one of that name has left, as no two run at a time
             self._check(asked)
             self._begin(result, asked)
@@ -214,12 +142,11 @@ class RequestResults:
 
     def _begin(self, result: _Result, asked: RequestOptions) -> None:
         session = self._session
-        if asked.states is not None:
-            asked.states.check(result.prompt)
-            found = self._sources(asked.states.layers, asked.states.of)
-            if isinstance(found, Exception):
-                raise found.with_traceback(None)
-            result.states = RequestStates(result.id, asked.states, result.prompt, found)
+        wanted = asked.hidden_states
+        if wanted is not None:
+            wanted.check(result.prompt)
+            found = self._sources(wanted.layers, wanted.of)
+            result.states = RequestStates(result.id, wanted, result.prompt, found)
             session.states.open(result.states)
         if asked.hooks:
             result.hooks = session.of_requests.prepare(result.id, asked.hooks, self._allow)
@@ -332,11 +259,8 @@ class RequestResults:
         silent = {source.title: self._why_silent(source) for source in states.silent}
         if silent and len(silent) == len(states.sources):
             raise OptionError("; ".join(f"{name!r}: {cause}" for name, cause in silent.items()) + ".")
-        found = states.result()
-        return {
-            "states": {name: _plain(layer) for name, layer in found.items() if name not in silent},
-            "silent": silent,
-        }
+        found = {name: layer.to_plain() for name, layer in states.result().items() if name not in silent}
+        return {"states": found, "silent": silent}
 
     def _why_silent(self, source: StateSource) -> str:
         """Return why a module did not fire in a step."""
@@ -358,17 +282,11 @@ class RequestResults:
         del self._flagged[name]
         return [flag.to_plain(stopped=flag.stops and self._can_stop) for flag in known.flags]
 
-    def drop(self, key: str) -> bool:
-        """Forget the requests under a key, which may be running; return whether there were any."""
-        results = self._kept.pop(key, [])
-        for result in results:
-            self.close(result.id)
-        return bool(results)
-
     def clear(self) -> None:
         """Forget all requests."""
-        for key in list(self._kept):
-            self.drop(key)
+        for id in list(self._running):
+            self.close(id)
+        self._kept.clear()
         self._flagged.clear()
 
 
@@ -388,22 +306,3 @@ def error_to_plain(error: Exception) -> dict[str, str]:
     if isinstance(error, HooklineError):
         text = error.text(dict.fromkeys(Hint, ""))
     return {"type": type(error).__name__, "message": text}
-
-
-def _sources_or_error(model: nn.Module, tp_size: int, layers: tuple[str, ...], of: str) -> Any:
-    """Return what `find_sources` does, or the error that it raises: that took as long, and is remembered too."""
-    try:
-        return find_sources(model, layers, of, tp_size)
-    except HooklineError as error:
-        return error
-
-
-def _plain(layer: StatesOfLayer) -> dict[str, Any]:
-    """Return the states of one layer as bytes."""
-    values = layer.values.contiguous()
-    return {
-        "dtype": str(values.dtype).removeprefix("torch."),
-        "shape": list(values.shape),
-        "positions": layer.positions,
-        "data": values.view(torch.uint8).numpy().tobytes() if values.numel() else b"",
-    }

@@ -1,10 +1,9 @@
 """The public names of ``hookline.serve``, each with the module it lives in."""
 
 from hookline.engines.hidden_states import StatesOfLayer as StatesOfLayer
-from hookline.engines.hidden_states import StatesWanted as StatesWanted
 from hookline.engines.live_hooks import LiveHook as LiveHook
 from hookline.engines.live_hooks import LiveHooks as LiveHooks
-from hookline.serve.generation.request_row import Ticket as Ticket
+from hookline.engines.request_options import StatesWanted as StatesWanted
 from hookline.serve.generation_request import Finished as Finished
 from hookline.serve.generation_request import GenerationRequest as GenerationRequest
 from hookline.serve.generation_request import Token as Token
@@ -12,6 +11,7 @@ from hookline.serve.http.app import make_app as make_app
 from hookline.serve.http.http_settings import Settings as Settings
 from hookline.serve.http.server import Server as Server
 from hookline.serve.load_model import load as load
+from hookline.serve.request_row import Ticket as Ticket
 from hookline.serve.serving_engine import Engine as Engine
 
 __all__: list[str]

@@ -14,19 +14,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hookline.engines.hidden_states import RequestStates, StateSource, StatesWanted
+from hookline.engines.hidden_states import RequestStates, StateSource
+from hookline.engines.request_options import StatesWanted
 from hookline.engines.session import Session
 from hookline.errors import EngineBusy, EngineClosed, OptionError
 from hookline.messages import nearest_names
-from hookline.serve.generation.engine_loop import EngineLoop
-from hookline.serve.generation.model_probe import end_tokens, longest_sequence, probe_model
-from hookline.serve.generation.request_row import RequestRow, Ticket
-from hookline.serve.generation.row_batch import BatchForward
-from hookline.serve.generation_request import EngineCount, Event, GenerationRequest
+from hookline.serve.engine_loop import EngineLoop
+from hookline.serve.generation_request import Event, GenerationRequest
+from hookline.serve.model_probe import end_tokens, longest_sequence, probe_model
+from hookline.serve.request_row import RequestRow, Ticket
+from hookline.serve.row_batch import BatchForward
 from hookline.sites import _torch
 from hookline.sites.targets import check_model, select
 
@@ -64,9 +65,8 @@ class Engine:
 
     Args:
         model: A causal language model of ``transformers``, in eval mode, on the device that is to run it. When the
-            engine is made, the model is run a few times on a few tokens, which its hooks do not see: to learn which
-            modules have hidden states, and that padding does not change its answers. It is not to be compiled: hooks
-            come and go.
+            engine is made, the model is run on a few tokens: to learn which modules have hidden states, and that
+            padding does not change its answers. It is not to be compiled: hooks come and go.
         tokenizer: Turns answers into text; without one, tokens have none, and there are no stop texts.
         max_batch: So many requests run at once.
         max_waiting: So many more may wait; then `EngineBusy`.
@@ -74,7 +74,6 @@ class Engine:
         captured_bytes: Hidden states that all requests together may want, from when a request runs until it has ended
             (or is released, see `submit_all`). One that could want more than that by itself is refused; others wait
             until there is room, and requests that want none pass them meanwhile.
-        allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
         on_error: What an exception in a hook does, unless its spec says: ``"disable"``, ``"warn"`` or
             ``"raise"``, which fails the requests of that batch.
     """
@@ -88,7 +87,6 @@ class Engine:
         max_waiting: int = 256,
         max_sequence: int | None = None,
         captured_bytes: int = 1 << 30,
-        allow: Iterable[str] | None = ("hookline.factories",),
         on_error: str = "disable",
     ) -> None:
         _check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
@@ -102,7 +100,6 @@ class Engine:
         self._session = self._forward.session = Session(
             model,
             self.between,
-            allow=allow,
             on_error=on_error,
             widths=self.widths,
             outputs=self.widths,
@@ -122,6 +119,8 @@ class Engine:
         self._holding: list[Ticket] = []
         """Those whose hidden states have room."""
         self._thread: threading.Thread | None = None
+        self.has_failed = False
+        """Whether the engine has stopped by itself."""
         self._is_closing = False
         self._is_over = False
         self._deadline = float("inf")
@@ -213,7 +212,7 @@ class Engine:
                 found = sources[request.states]
                 most = self._most_bytes(request, found)
                 prompt = len(request.prompt_ids)
-                states = RequestStates(request.id, request.states, prompt, found, most, self._shapes)
+                states = RequestStates(request.id, request.states, prompt, found, most)
             options: Any = {"tokenizer": self.tokenizer, "eos": self._eos, "states": states, "most_bytes": most}
             rows.append(RequestRow(request, listener, **options))
         nbytes = sum(row.most_bytes for row in rows)
@@ -327,27 +326,24 @@ class Engine:
         """Close before the interpreter ends: a thread inside torch would crash the process."""
         self._close(0.0, _EXIT_S)
 
-    def counts(self) -> dict[EngineCount, float]:
+    def counts(self) -> dict[str, float]:
         """Return figures for a metrics page: sums since the start, and what waits and runs now."""
-        ended, forward = self._loop.ended, self._forward
+        forward = self._forward
         return {
-            EngineCount.REQUESTS_ACCEPTED: self._accepted,
-            EngineCount.REQUESTS_REFUSED: self._refused,
-            EngineCount.REQUESTS_STOP: ended["stop"],
-            EngineCount.REQUESTS_LENGTH: ended["length"],
-            EngineCount.REQUESTS_CANCELLED: ended["cancelled"],
-            EngineCount.REQUESTS_ERROR: ended["error"],
-            EngineCount.REQUESTS_WAITING: len(self._waiting),
-            EngineCount.REQUESTS_RUNNING: len(self._loop.rows),
-            EngineCount.PROMPT_TOKENS: forward.counts["prefill_tokens"],
-            EngineCount.ANSWER_TOKENS: self._loop.answered,
-            EngineCount.PREFILL_FORWARDS: forward.counts["prefill_forwards"],
-            EngineCount.DECODE_FORWARDS: forward.counts["decode_forwards"],
-            EngineCount.FORWARD_SECONDS: forward.seconds,
-            EngineCount.CAPTURED_BYTES: self._session.states.gathered,
-            EngineCount.CAPTURED_BYTES_RESERVED: self._reserved(),
-            EngineCount.CAPTURED_BYTES_LIMIT: self._captured_bytes,
-            EngineCount.HOOKS: len(self.hooks.list()),
+            **{f"requests_{reason}": self._loop.ended[reason] for reason in ("stop", "length", "cancelled", "error")},
+            "requests_accepted": self._accepted,
+            "requests_refused": self._refused,
+            "requests_waiting": len(self._waiting),
+            "requests_running": len(self._loop.rows),
+            "prompt_tokens": forward.counts["prefill_tokens"],
+            "answer_tokens": self._loop.answered,
+            "prefill_forwards": forward.counts["prefill_forwards"],
+            "decode_forwards": forward.counts["decode_forwards"],
+            "forward_seconds": forward.seconds,
+            "captured_bytes": self._session.states.gathered,
+            "captured_bytes_reserved": self._reserved(),
+            "captured_bytes_limit": self._captured_bytes,
+            "hooks": len(self.hooks.list()),
         }
 
     def _wake(self) -> None:
@@ -361,6 +357,7 @@ class Engine:
             while self._run_once():
                 pass
         except BaseException as error:
+            self.has_failed = True
             logger.exception("The engine has failed, and serves no more")
             self._abandon(f"The engine failed: {type(error).__name__}: {error}")
         finally:

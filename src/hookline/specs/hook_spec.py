@@ -7,7 +7,7 @@ Users, files of settings and servers make a `HookSpec`; pydantic checks it, and 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import ModuleType
@@ -28,16 +28,17 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs, ErrorDetails
+from pydantic_core import ArgsKwargs
 
 from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
-__all__ = ["KINDS", "HookSpec", "resolve_callable"]
+__all__ = ["KINDS", "HookSpec", "error_of_faults", "option_errors", "resolve_callable"]
 
 _ON_FUNCTION: Final = "function_"
+_UNKNOWN_KEY: Final = "unexpected_keyword_argument"
 
 
 def _kind_names(site_type: SiteType) -> list[str]:
@@ -161,32 +162,38 @@ class HookSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the spec that a JSON object describes; an unknown key is an error, a key with null is left out."""
-        with _raise_first():
+        with option_errors(cls):
             return TypeAdapter(cls).validate_python(data)
 
 
 @contextmanager
-def _raise_first() -> Iterator[None]:
-    """Raise the first fault that pydantic finds in the block as an error of ours."""
+def option_errors(kind: type) -> Iterator[None]:
+    """Raise the first fault that pydantic finds in the block, which reads a ``kind``, as an error of ours."""
     try:
         yield
     except ValidationError as error:
-        first = error.errors()[0]
-        raise _error_of(first, f"{'.'.join(map(str, first['loc']))}: ") from None
+        raise error_of_faults(error.errors(), kind) from None
 
 
-def _error_of(fault: ErrorDetails, place: str = "") -> HooklineError:
+def error_of_faults(faults: Sequence[Any], kind: type | None = None) -> HooklineError:
+    """Return what to tell of ``ValidationError.errors()``; ``kind`` is the dataclass that was read, if it is known."""
+    # A key that is missing may be there, mistyped.
+    fault = next((each for each in faults if each["type"] == _UNKNOWN_KEY), faults[0])
     raised = fault.get("ctx", {}).get("error")
     if isinstance(raised, HooklineError):
         return raised
-    if fault["type"] == "unexpected_keyword_argument":
-        name, known = str(fault["loc"][-1]), [each.name for each in fields(HookSpec)]
-        return OptionError(f"A hook spec has no {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}.")
+    place = ".".join(map(str, fault["loc"]))
+    if fault["type"] == _UNKNOWN_KEY:
+        around, _, name = place.rpartition(".")
+        known = [] if around or kind is None else [each.name for each in fields(kind)]
+        there = f" It takes {', '.join(known)}." if known else ""
+        what = around or ("A hook spec" if kind is HookSpec else "This")
+        return OptionError(f"{what} has no {name!r}.{did_you_mean(name, known)}{there}")
     text = fault["msg"].replace("Input should be", "expected")
-    return OptionError(f"{place}{text}, got {short_repr(fault['input'])}.")
+    return OptionError(f"{place}{': ' if place else ''}{text}, got {short_repr(fault['input'])}.")
 
 
-HookSpec.__init__ = _raise_first()(HookSpec.__init__)  # type: ignore[method-assign]  # also where it is made in Python
+HookSpec.__init__ = option_errors(HookSpec)(HookSpec.__init__)  # type: ignore[method-assign]  # where Python makes it
 
 
 # -- paths to code ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Put a `Session` on the model of one runner of SGLang: attach hooks, tell them whose rows they see, report.
 
-The plugin calls `install`; SGLang's ``HookRegistry`` then wraps its own functions with those of this file, which make
+`register` calls `install`; SGLang's ``HookRegistry`` then wraps its own functions with those of this file, which make
 one `SglangHooks` for each model runner and call it around its forwards and captures. SGLang's ``--forward-hooks`` are
 registered after the capture and are silent in every forward that replays a graph. Here hooks are on before it, stay out
 of what it records, and forwards run eagerly while there is a hook. A hook that raises is switched off.
@@ -16,21 +16,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from hookline.engines.engine_modules import output_widths, probe_action
-from hookline.engines.live_hooks import LiveHook, finite_metrics, hooks_suspended, silent_sites
-from hookline.engines.request_results import RequestOptions, RequestResults
+from hookline.engines.live_hooks import LiveHook, finite_metrics
+from hookline.engines.request_options import RequestOptions
+from hookline.engines.request_results import RequestResults
 from hookline.engines.session import Session
-from hookline.engines.sglang.sglang_plugin import SglangOptions
-from hookline.engines.shown_hooks import hook_to_json
 from hookline.errors import OptionError
 from hookline.factories.replacing import stream_of
 from hookline.factories.served_batch import tokens_of_batch
 from hookline.files import replace_file
 from hookline.observe.tokens import Tokens
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +42,6 @@ __all__ = ["AROUND_CAPTURE", "CAN_RUN_GRAPH", "RUNNER", "SglangHooks", "hooks_of
 
 logger = logging.getLogger("hookline.engines.sglang")
 
-_LOOK_AFTER: Final = 3
-"""Forwards after which hooks that have not fired are named: a prompt and two tokens."""
 _REPORT_EVERY: Final = 100
 """Forwards between two reports: reading metrics waits for the device."""
 _FORGET_AFTER: Final = 1024
@@ -64,7 +63,7 @@ class SglangHooks:
 
     Args:
         model: The model of the runner.
-        options: What the environment asks for.
+        report: A folder for a file with the hooks and their metrics.
         place: What the report of this worker is called.
         hidden_size: How many numbers the model keeps for each token between its layers, if that is known.
         tp_size: Into how many parts tensor parallelism cuts outputs.
@@ -73,18 +72,17 @@ class SglangHooks:
     def __init__(
         self,
         model: nn.Module,
-        options: SglangOptions,
+        report: Path | None = None,
         *,
         place: str = "0",
         hidden_size: int | None = None,
         tp_size: int = 1,
     ) -> None:
-        self.model = model
         self.steps = 0
         """Forwards of the runner while there was a hook."""
         self.session = Session(model, widths=output_widths(model, hidden_size), stream=stream_of)
         self._results = RequestResults(self.session, check=_check_request, tp_size=tp_size)
-        self._options = options
+        self._report = report
         self._place = place
         self._asked: dict[str, Any] = {}
         """What requests want that have not begun, by their ``rid``."""
@@ -104,11 +102,6 @@ class SglangHooks:
                 logger.error("hook %r is not attached: %s: %s", spec.get("name"), type(error).__name__, error)
         for live in added:
             logger.info("hook %r is on %s", live.name, ", ".join(live.matched))
-        if added and self._options.in_graph:
-            logger.warning(
-                "CUDA graphs record the hooks: edits are part of them and stay on until the engine ends; hooks that "
-                "observe fire only in forwards that replay no graph"
-            )
         return added
 
     def remove(self, id: str) -> LiveHook:
@@ -135,27 +128,14 @@ class SglangHooks:
         return self._results.take(key)
 
     @property
-    def needs_eager(self) -> bool:
-        """Return whether forwards have to run without CUDA graphs, in which hooks do not fire."""
-        return self._is_active and not self._options.in_graph
-
-    @property
-    def _is_active(self) -> bool:
+    def is_active(self) -> bool:
+        """Return whether a hook is on, or a request asked for something: forwards then run without CUDA graphs."""
         return bool(self._asked) or self.session.is_active
-
-    @contextmanager
-    def during_capture(self) -> Iterator[None]:
-        """Keep hooks out of the CUDA graphs that the block records, unless they are to be part of them."""
-        if self._options.in_graph:
-            yield
-        else:
-            with hooks_suspended(self.model):
-                yield
 
     @contextmanager
     def during_forward(self, batch: Any) -> Iterator[None]:
         """Tell hooks whose tokens are in ``batch`` for the block, which runs it."""
-        if not self._is_active:
+        if not self.is_active:
             yield
             return
         table = self._table(batch)
@@ -171,8 +151,6 @@ class SglangHooks:
             self._results.fail_running(OptionError(f"What hooks found in a forward could not be read ({error!r})."))
             self._log_once(f"what hooks found in a forward could not be read: {type(error).__name__}: {error}")
         self.steps += 1
-        if self.steps == _LOOK_AFTER:
-            self._name_silent()
         if self.steps % _REPORT_EVERY == 0:
             self.write_report()
         for rid in [rid for rid, step in self._seen.items() if self.steps - step > _FORGET_AFTER]:
@@ -209,24 +187,24 @@ class SglangHooks:
 
     def write_report(self) -> None:
         """Write the hooks of this worker and their metrics to its file, if a folder was given."""
-        folder = self._options.report
+        folder = self._report
         if folder is None:
             return
         try:
             metrics = self.metrics()
             hooks = [
-                {**hook_to_json(live), "metrics": finite_metrics(metrics.get(live.id, {}))} for live in self.list()
+                {
+                    **live.to_plain(),
+                    "silent": live.silent_sites(),
+                    "metrics": finite_metrics(metrics.get(live.id, {})),
+                }
+                for live in self.list()
             ]
             content = json.dumps({"steps": self.steps, "hooks": hooks}, indent=1, allow_nan=False)
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / f"{socket.gethostname()}-{self._place}.json", content)
         except Exception as error:
             self._log_once(f"the report cannot be written: {type(error).__name__}: {error}")
-
-    def _name_silent(self) -> None:
-        for live in self.list():
-            for name, cause in silent_sites(live).items():
-                logger.warning("hook %r has not fired on %s in %d forwards: %s", live.name, name, self.steps, cause)
 
     def _log_once(self, words: str) -> None:
         if not self._has_logged:
@@ -252,15 +230,10 @@ def _check_request(options: RequestOptions) -> None:
         _check_action(spec)
 
 
-def _check_action(spec: Mapping[str, Any]) -> None:
-    """Refuse a probe that is to end answers, and say that nobody reads the flags of others."""
-    action = probe_action(spec)
-    if action == "stop":
+def _check_action(spec: HookSpec | Mapping[str, Any]) -> None:
+    """Refuse a probe that is to end answers."""
+    if probe_action(spec) == "stop":
         raise OptionError("action='stop' ends no answer on SGLang; use action='metric' and read the report.")
-    if action == "flag":
-        logger.warning(
-            "hook %r has action='flag': answers of SGLang have no flags; tokens are counted", spec.get("name")
-        )
 
 
 # -- in SGLang's own functions -----------------------------------------------------------------------------------
@@ -285,13 +258,22 @@ def hooks_of_runner(runner: Any) -> SglangHooks | None:
     return None if runner is None else _HOOKS.get(runner)
 
 
-def install(options: SglangOptions) -> None:
-    """Register everything with SGLang; its ``load_plugins`` applies it."""
+def install(file: str, report: str | None = None) -> None:
+    """Register everything with SGLang; its ``load_plugins`` applies it.
+
+    Args:
+        file: A file of hooks.
+        report: A folder for a file of each worker with its hooks and their metrics.
+    """
+    from hookline.runs.documents import specs_of_file
+
+    specs = specs_of_file(file)
+    folder = Path(report).absolute() if report else None
     registry = import_module("sglang.srt.plugins.hook_registry")
     add, kinds = registry.HookRegistry.register, registry.HookType
 
     def attach(result: Any, runner: Any) -> None:
-        _attach(runner, options)
+        _attach(runner, specs, folder)
 
     add(f"{RUNNER}.load_model", attach, kinds.AFTER)
     add(f"{RUNNER}.forward", _around_forward, kinds.AROUND)
@@ -299,19 +281,11 @@ def install(options: SglangOptions) -> None:
         add(path, _around_capture, kinds.AROUND)
     for path in CAN_RUN_GRAPH:
         add(path, _unless_hooked, kinds.AFTER)
-    found = _version()
-    if found != _KNOWN_VERSION:
-        logger.warning("SGLang %s is not known here; the plugin was written for %s", found, _KNOWN_VERSION)
+    if version("sglang") != _KNOWN_VERSION:
+        logger.warning("SGLang %s is not known here; the plugin was written for %s", version("sglang"), _KNOWN_VERSION)
 
 
-def _version() -> str:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "of an unknown version"
-
-
-def _attach(runner: Any, options: SglangOptions) -> None:
+def _attach(runner: Any, specs: Sequence[Mapping[str, Any]], report: Path | None = None) -> None:
     """Attach the hooks to the model that ``runner`` has loaded; whatever goes wrong, the engine goes on."""
     if getattr(runner, "is_draft_worker", False) or runner in _HOOKS:
         return
@@ -319,8 +293,8 @@ def _attach(runner: Any, options: SglangOptions) -> None:
         hidden_size = getattr(getattr(runner, "model_config", None), "hidden_size", None)
         place = f"gpu{getattr(runner, 'gpu_id', 0)}"
         tp_size = int(getattr(runner, "tp_size", 1))
-        made = SglangHooks(runner.model, options, place=place, hidden_size=hidden_size, tp_size=tp_size)
-        made.add(options.specs)
+        made = SglangHooks(runner.model, report, place=place, hidden_size=hidden_size, tp_size=tp_size)
+        made.add(specs)
     except Exception:
         logger.exception("hooks cannot be attached; the engine goes on without them")
         return
@@ -339,11 +313,11 @@ def _around_capture(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     hooks = hooks_of_runner(kwargs.get("model_runner"))
     if hooks is None:
         return original(*args, **kwargs)
-    with hooks.during_capture():
+    with hooks.session.live.suspended():  # a graph would replay what they do, for whichever request
         return original(*args, **kwargs)
 
 
 def _unless_hooked(can_run: Any, graph_runner: Any, *args: Any, **kwargs: Any) -> bool | None:
     """Return False, in the place of SGLang's own answer, while a hook is on that a replay would pass over."""
     hooks = hooks_of_runner(getattr(graph_runner, "model_runner", None))
-    return False if hooks is not None and hooks.needs_eager else None
+    return False if hooks is not None and hooks.is_active else None

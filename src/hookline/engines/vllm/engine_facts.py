@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from hookline.engines.engine_modules import probe_action
 from hookline.engines.vllm.start_options import TAP
 from hookline.errors import OptionError
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "check_taps", "choose_way", "hidden_size_of"]
 
@@ -110,7 +111,7 @@ def check_taps(facts: EngineFacts, taps: Sequence[str]) -> None:
         )
 
 
-def check_stop(facts: EngineFacts, spec: Mapping[str, Any]) -> None:
+def check_stop(facts: EngineFacts, spec: HookSpec | Mapping[str, Any]) -> None:
     """Raise if a spec has a probe that is to end answers, and this engine cannot do that."""
     if facts.why_no_stop is not None and probe_action(spec) == "stop":
         raise OptionError(

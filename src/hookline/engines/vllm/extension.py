@@ -4,18 +4,15 @@ vLLM imports this module in each worker when it is named so, and calls the metho
 and the HTTP routes call them for users. All of them take and return plain data, and return errors instead of raising
 them: of an exception in a worker only its text arrives.
 
-An engine takes one extension class. ``hookline.engines.vllm.extension.package/module/Other`` is a class with the
-methods of both: the part behind this module is the path of the other class, with slashes.
+An engine takes one extension class: to have the methods of another as well, derive a class from both.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from hookline.engines.vllm.start_options import StartOptions
@@ -75,10 +72,6 @@ class HookExtension:
     def hookline_take(self, key: str) -> dict[str, Any]:
         """Return what the requests under a key, or the one that the client gave an id, asked for; forget it."""
         return _answer(self, lambda hooks: {"answers": hooks.results.take(key)})
-
-    def hookline_drop(self, key: str) -> dict[str, Any]:
-        """Forget what the requests under a key asked for; they may be running."""
-        return _answer(self, lambda hooks: {"dropped": hooks.results.drop(key)})
 
     def hookline_take_flags(self, name: str) -> dict[str, Any]:
         """Return what probes flagged in a request, by the id that the client gave; forget it."""
@@ -173,28 +166,6 @@ def _start(worker: Any) -> None:
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
     worker.shutdown = shutdown_after_hooks
-
-
-# -- beside another extension ------------------------------------------------------------------------------------
-
-
-def __getattr__(name: str) -> Any:
-    if "/" not in name:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _combined(name.replace("/", "."))
-
-
-@lru_cache
-def _combined(path: str) -> type:
-    """Return the class that has the methods of both; raise if a name is in both."""
-    module, _, name = path.rpartition(".")
-    other = getattr(importlib.import_module(module), name)
-    if issubclass(other, HookExtension):
-        return other  # type: ignore[no-any-return]
-    twice = sorted(each for each in vars(HookExtension) if not each.startswith("__") and hasattr(other, each))
-    if twice:
-        raise OptionError(f"{path} and HookExtension both have {', '.join(twice)}, so that they cannot be combined.")
-    return type(f"Hooked{name}", (HookExtension, other), {})
 
 
 watch_loading()

@@ -11,14 +11,17 @@ import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import Field, StrictInt, StrictStr, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from hookline.engines.request_options import CHECKED, checked, without_nulls
 from hookline.errors import OptionError
-from hookline.messages import suggest
+from hookline.specs.hook_spec import option_errors
 
-__all__ = ["EXTENSION", "TAP", "StartOptions", "combined_path", "engine_options", "register", "with_hooks"]
+__all__ = ["EXTENSION", "TAP", "StartOptions", "engine_options", "register"]
 
 EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
 """What ``--worker-extension-cls`` takes."""
@@ -31,64 +34,45 @@ TAP: Final = "hookline_vllm::tap"
 """The operator of `Taps`, as ``splitting_ops`` of vLLM's compilation config takes it."""
 
 
-@dataclass(frozen=True)
+_Names = tuple[StrictStr, ...]
+
+
+@checked
+@dataclass(frozen=True, config=CHECKED)
 class StartOptions:
     """What an engine was started with; see `engine_options`."""
 
-    hooks: str | None = None
+    hooks: Annotated[StrictStr, Field(min_length=1)] | None = None
     """A file of hooks."""
-    taps: tuple[str, ...] = ()
+    taps: _Names = ()
     """Modules at which hooks fire in compiled code (`Taps`), by name or pattern. vLLM makes these part of the key of
     its compile cache, so that it never runs code with other taps."""
-    captured_bytes: int = 1 << 30
+    captured_bytes: Annotated[StrictInt, Field(ge=0)] = 1 << 30
     """How much hidden states of requests may take in each worker."""
-    allow: tuple[str, ...] | None = None
+    allow: _Names | None = None
     """What paths of factories may begin with that come over HTTP with the token; None allows
     ``hookline.factories``."""
-    allow_requests: tuple[str, ...] | None = None
+    allow_requests: _Names | None = None
     """What paths of factories may begin with that requests bring, beside ``hookline.factories``."""
-    export_dir: str | None = None
+    export_dir: StrictStr | None = None
     """The folder for files of hooks that come over HTTP; without it such hooks get no files."""
-    protect: str = "hooks"
+    protect: Literal["hooks", "everything"] = "hooks"
     """Which of hookline's paths need the token: ``"hooks"``, those that change hooks, or ``"everything"``. Those of
     vLLM are protected by its own ``--api-key``."""
-
-    def __post_init__(self) -> None:
-        if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
-            raise OptionError(f"hooks is the path of a file of hooks, got {self.hooks!r}.")
-        for name, example in (("allow", "my_project"), ("allow_requests", "my_project"), ("taps", "model.layers.#")):
-            given = getattr(self, name)
-            if given is not None:
-                if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
-                    raise OptionError(f"{name} is a list such as ['{example}'], got {given!r}.")
-                object.__setattr__(self, name, tuple(given))
-        if self.protect not in ("hooks", "everything"):
-            raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
-        if type(self.captured_bytes) is not int or self.captured_bytes < 0:
-            raise OptionError(f"captured_bytes is a whole number from 0 on, got {self.captured_bytes!r}.")
 
     @classmethod
     def read(cls, additional: Any, environment: Mapping[str, str] | None = None) -> StartOptions:
         """Return the options in ``additional``, the engine's ``additional_config``; then those of the environment."""
         given = additional.get(_KEY) if isinstance(additional, Mapping) else None
-        if given is None:
-            given = {}
-        if not isinstance(given, Mapping):
-            raise OptionError(
-                f"additional_config has {_KEY!r}: {given!r}; it is an object such as {{'hooks': 'FILE'}}."
-            )
-        known = [each.name for each in fields(cls)]
-        for key in given:
-            if key not in known:
-                raise OptionError(
-                    f"additional_config: {_KEY} has no option {key!r}{suggest(str(key), known) or '.'} "
-                    f"It takes {', '.join(known)}."
-                )
-        found = {key: value for key, value in given.items() if value is not None}
-        from_environment = (os.environ if environment is None else environment).get(_HOOKS)
-        if from_environment and "hooks" not in found:
-            found["hooks"] = from_environment
-        return cls(**found)
+        found = without_nulls({} if given is None else given)
+        file = (os.environ if environment is None else environment).get(_HOOKS)
+        if file and isinstance(found, Mapping):
+            found = {"hooks": file, **found}
+        try:
+            with option_errors(cls):
+                return TypeAdapter(cls).validate_python(found)
+        except OptionError as error:
+            raise OptionError(f"additional_config: {_KEY}: {error}") from None
 
 
 def engine_options(
@@ -96,7 +80,6 @@ def engine_options(
     hooks: str | Path | None = None,
     taps: Sequence[str] = (),
     captured_bytes: int | None = None,
-    combine_with: str | None = None,
 ) -> dict[str, Any]:
     """Return arguments of ``LLM(...)`` and ``AsyncEngineArgs(...)`` that put hookline into the workers.
 
@@ -110,17 +93,16 @@ def engine_options(
             engine then stay compiled while hooks are on these alone. The graph is split there, and decodes are
             replayed as pieces instead of whole CUDA graphs.
         captured_bytes: How much hidden states of requests may take in each worker; 1 GiB if left out.
-        combine_with: Another extension class, by its dotted path, such as TRL's: vLLM takes only one.
     """
     options: dict[str, Any] = {
         "hooks": None if hooks is None else str(Path(hooks).absolute()),
-        "taps": (taps if isinstance(taps, str) else list(taps)) or None,
+        "taps": taps if isinstance(taps, str) else list(taps) or None,
         "captured_bytes": captured_bytes,
     }
     given = {key: value for key, value in options.items() if value is not None}
     StartOptions(**given)  # raises before an engine is started
     return {
-        "worker_extension_cls": EXTENSION if combine_with is None else combined_path(combine_with),
+        "worker_extension_cls": EXTENSION,
         "additional_config": {_KEY: given},
         **({"compilation_config": _split_at_taps()} if taps else {}),
     }
@@ -135,15 +117,8 @@ def _split_at_taps() -> dict[str, Any]:
     return {"splitting_ops": [*CompilationConfig._attention_ops, *updates, TAP], "cudagraph_mode": "PIECEWISE"}
 
 
-def combined_path(other: str) -> str:
-    """Return the path of a class that is `HookExtension` and the class at the dotted path ``other`` in one."""
-    if not other.rpartition(".")[0]:
-        raise OptionError(f"An extension class has a dotted path such as 'package.module.Class', got {other!r}.")
-    return f"hookline.engines.vllm.extension.{other.replace('.', '/')}"
-
-
 def register() -> None:
-    """Have every engine that this process configures use `HookExtension`, beside another extension if it has one."""
+    """Have every engine that this process configures use `HookExtension`; raise where it has another extension."""
     is_on = os.environ.get(_ON, "").lower() not in ("", "0", "false", "no", "off")
     if not is_on and not os.environ.get(_HOOKS):
         return
@@ -156,16 +131,14 @@ def register() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         parallel = config.parallel_config
-        parallel.worker_extension_cls = with_hooks(parallel.worker_extension_cls)
+        other = parallel.worker_extension_cls
+        if other and other != EXTENSION:
+            raise OptionError(
+                f"vLLM takes one worker extension, and this engine has {other}. Derive a class from that and from "
+                f"{EXTENSION}, name it as worker_extension_cls, and unset {_ON} and {_HOOKS}."
+            )
+        parallel.worker_extension_cls = EXTENSION
         return config
 
     create_engine_config._hookline_wraps = original  # type: ignore[attr-defined]
     arguments.create_engine_config = create_engine_config
-
-
-def with_hooks(extension: str | None) -> str:
-    """Return the path of an extension class that has the methods of hookline, and those of ``extension``."""
-    if not extension:
-        return EXTENSION
-    is_ours = extension.startswith("hookline.engines.vllm.")
-    return extension if is_ours else combined_path(extension)

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.engine_modules import never_called, output_widths
-from hookline.engines.live_hooks import LiveHook, Origin, silent_sites
-from hookline.engines.request_hooks import harmless_spec
-from hookline.engines.request_results import RequestOptions, RequestResults, check_called
+from hookline.engines.live_hooks import LiveHook, Origin
+from hookline.engines.request_options import ClientHook, RequestOptions
+from hookline.engines.request_results import RequestResults, check_called
 from hookline.engines.session import Session
-from hookline.engines.shown_hooks import hook_to_json
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, check_taps, choose_way, hidden_size_of
 from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_tokens import RequestBook, place_among_answers, tokens_after_model, tokens_of_step
@@ -84,8 +83,8 @@ class WorkerHooks:
     ) -> list[LiveHook]:
         """Attach hooks to the running engine, all or none; each spec uses up a number in every worker."""
         choose_way(self.facts)  # raises where there is none
-        given = specs if allow is None else [harmless_spec(each) for each in specs]
-        for spec in given:
+        given = specs if allow is None else [ClientHook.from_dict(each) for each in specs]
+        for spec in specs:
             check_stop(self.facts, spec)
         live = self.session.live
         added = live.add_all(given, allow=allow, strict=strict, origin=origin)
@@ -120,9 +119,9 @@ class WorkerHooks:
         # Another pipeline stage has these modules: vLLM puts an empty one in their place.
         members = live.handle._attachment.members()
         absent = {each.name for each in members if type(each.container.module()).__name__ == "PPMissingLayer"}
-        silent = {name: cause for name, cause in silent_sites(live).items() if name not in absent}
+        silent = {name: cause for name, cause in live.silent_sites().items() if name not in absent}
         return {
-            **hook_to_json(live),
+            **live.to_plain(),
             "rank": self.facts.rank,
             "way": self._way_of(live),
             "sites": {site.name: site.fired for site in live.handle.report().sites if site.name not in absent},

@@ -7,7 +7,6 @@ ask the engine and format the answer with the other modules of this folder. Need
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Protocol, get_type_hints
 
@@ -17,13 +16,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 404 and 405 are, too
 from fastapi.responses import Response
 
+from hookline.engines.request_options import ClientHook
 from hookline.errors import Hint, HooklineError
 from hookline.serve.http import request_bodies as bodies
-from hookline.serve.http.answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
-from hookline.serve.http.generation_routes import NAMED, answer, stream
-from hookline.serve.http.hook_routes import HookRoutes, specs_of_request
+from hookline.serve.http.generation_routes import (
+    NAMED,
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    answer,
+    stream,
+)
+from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
 from hookline.serve.http.request_gate import Gate
@@ -110,10 +116,9 @@ class _Routes:
     async def _generate(
         self, body: bodies.CompletionBody | bodies.ChatBody, http: HttpRequest, form: type[AnswerFormat]
     ) -> Any:
-        specs_of = partial(specs_of_request, settings=self.settings)
-        asked = await body.parse(self.serving, self.settings, http.headers.get(NAMED), specs_of)
+        asked = await body.parse(self.serving, self.settings, http.headers.get(NAMED))
         made = form(asked, self.serving, self.settings.model_name)
-        return await (stream if body.stream else answer)(http, self.serving, asked, made)
+        return await (stream if body.stream else answer)(http, self.serving, asked, made, self.settings.allow_requests)
 
     async def list_models(self) -> Any:
         """Name the model that is served."""
@@ -146,7 +151,7 @@ class HookCalls(Protocol):
     async def list(self) -> list[dict[str, Any]]:
         """Return the attached hooks."""
 
-    async def add(self, body: bodies.HookBody) -> dict[str, Any]:
+    async def add(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook, wholly or not at all."""
 
     async def remove(self, id: str) -> dict[str, Any]:
@@ -187,7 +192,7 @@ class _HookPaths:
         """List the attached hooks: on which modules, how often each fired, and what it costs."""
         return json_response({"hooks": await self._hooks.list()})
 
-    async def add_hook(self, body: bodies.HookBody) -> Any:
+    async def add_hook(self, body: ClientHook) -> Any:
         """Attach a hook to the running model, between two forwards; wholly, or not at all."""
         return json_response(await self._hooks.add(body), 201)
 
@@ -225,7 +230,7 @@ async def _on_refused(http: HttpRequest, error: Exception) -> Any:
 
 async def _on_body(http: HttpRequest, error: Any) -> Any:
     body = get_type_hints(http.scope["endpoint"]).get("body")  # the class that the route reads
-    return _refused(refusal_from_validation(error.errors(), None if body is None else partial(bodies.keys_at, body)))
+    return _refused(refusal_from_validation(error.errors(), body))
 
 
 async def _on_http(http: HttpRequest, error: Any) -> Any:
@@ -234,15 +239,7 @@ async def _on_http(http: HttpRequest, error: Any) -> Any:
         404: f"There is nothing at {http.url.path!r}; see /openapi.json for what there is.",
         405: f"{http.url.path!r} does not take {http.method}; see /openapi.json for what it takes.",
     }.get(error.status_code, str(error.detail))
-    headers = dict(error.headers or {})
-    if error.status_code == 405:  # where two routes share a path, the first would tell of itself alone
-        headers["Allow"] = ", ".join(sorted(_methods_at(http)))
-    return _refused(Refused(error.status_code, message, headers=headers))
-
-
-def _methods_at(http: HttpRequest) -> set[str]:
-    here = [route for route in http.app.routes if route.path_regex.match(http.url.path)]
-    return {method for route in here for method in route.methods}
+    return _refused(Refused(error.status_code, message, headers=error.headers))
 
 
 async def _on_bug(_: HttpRequest, error: Exception) -> Any:

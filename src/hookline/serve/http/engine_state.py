@@ -27,8 +27,8 @@ _PATIENCE_S: Final = 60.0
 """How long a route waits for its turn between two forwards."""
 _LONG_TEXT: Final = 10_000
 """Characters from which on a text is turned into tokens outside of the event loop: about 5 ms of it."""
-_LONG_CHAT: Final = 200
-"""Messages from which on the chat template is run outside of the event loop: about 5 ms of it."""
+_MESSAGE: Final = 50
+"""Characters that take as long as the chat template takes for one message."""
 _LONG_AT_ONCE: Final = 2
 """So many long texts are turned into tokens at a time: one of 4 MB takes up to a gigabyte for that."""
 
@@ -42,21 +42,18 @@ class Serving:
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
         self.is_draining = False
-        self.has_failed = False
-        """The engine has stopped by itself, and only a new process helps."""
         self.started = int(time.time())
         self._long_texts = asyncio.Semaphore(_LONG_AT_ONCE)
 
     @property
     def status(self) -> Literal["loading", "ready", "draining", "failed"]:
-        """Return what ``/health`` says; notice an engine that has failed. The server asks every second."""
-        if self.engine is not None and not self.is_draining and not self.engine.is_running:
-            self.has_failed = True
-        if self.has_failed:
+        """Return what ``/health`` says; an engine that has stopped by itself has failed: only a new process helps."""
+        engine = self.engine
+        if engine is not None and (engine.has_failed or not (engine.is_running or self.is_draining)):
             return "failed"
         if self.is_draining:
             return "draining"
-        return "loading" if self.engine is None else "ready"
+        return "loading" if engine is None else "ready"
 
     def ready(self) -> Engine:
         """Return the engine; raise a 503 if it takes no requests."""
@@ -90,27 +87,30 @@ class Serving:
             )
         return found
 
-    async def tokens_of(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return `text` in tokens; if `special`, with those that the model's tokenizer adds before and after."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise Refused(400, f"A text has half a character in it (a lone surrogate), at {error.start}.") from None
-        encode = partial(self.tokenizer.encode, add_special_tokens=special)
-        if len(text) < _LONG_TEXT:
-            return tuple(encode(text))
-        async with self._long_texts:
-            return tuple(await asyncio.to_thread(encode, text))
+    async def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Return `text` in tokens, with those that the model's tokenizer adds before and after."""
+        _check_text(text)
+        return await self._encoded(partial(self.tokenizer.encode, text), len(text))
 
     async def tokens_of_chat(self, messages: Sequence[dict[str, str]], more: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a conversation in tokens, as the model's chat template writes it, up to where the answer begins."""
-        render = partial(_render_chat, self.tokenizer, messages, more)
-        if sum(len(each["content"]) for each in messages) < _LONG_TEXT and len(messages) < _LONG_CHAT:
-            text = render()
-        else:
-            async with self._long_texts:
-                text = await asyncio.to_thread(render)
-        return await self.tokens_of(text, special=False)  # the template has written them
+        tokenizer = self.tokenizer
+        for message in messages:
+            _check_text(message["content"])
+
+        def encode() -> Sequence[int]:
+            text = _render_chat(tokenizer, messages, more)
+            found: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            return found
+
+        return await self._encoded(encode, sum(len(each["content"]) + _MESSAGE for each in messages))
+
+    async def _encoded(self, encode: Callable[[], Sequence[int]], size: int) -> tuple[int, ...]:
+        """Run `encode`, of so many characters: in a thread if they are many, for which no other client should wait."""
+        if size < _LONG_TEXT:
+            return tuple(encode())
+        async with self._long_texts:
+            return tuple(await asyncio.to_thread(encode))
 
     def text_of(self, ids: tuple[int, ...]) -> str:
         """Return tokens as text."""
@@ -199,6 +199,13 @@ class RunningRequest:
             self._ticket.release()
 
 
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refused(400, f"A text has half a character in it (a lone surrogate), at {error.start}.") from None
+
+
 def check_complete(finished: Finished) -> None:
     """Raise for an answer that was cut off: half an answer must not look like a whole one."""
     said = (finished.error or "").rstrip(".")
@@ -220,27 +227,14 @@ def _render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], more: Ma
             "The model's tokenizer has no chat template, so that messages mean nothing to it; send a prompt to "
             "/v1/completions, or start the server with --chat-template FILE.",
         )
-    _check_variables(tokenizer, more)
-    knows_developer = "developer" in str(template)
-    written = [{**each, "role": _role(each["role"], knows_developer=knows_developer)} for each in messages]
+    wrong = sorted({"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & more.keys())
+    if wrong:  # it would replace the template, the messages or the form of the result
+        text = f"chat_template_kwargs may not set {wrong[0]!r}, which the server sets."
+        raise Refused(400, text, param="$.chat_template_kwargs")
+    if "developer" not in str(template):
+        messages = [{**each, "role": each["role"].replace("developer", "system")} for each in messages]
     try:
-        return str(tokenizer.apply_chat_template(written, tokenize=False, add_generation_prompt=True, **more))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
     except Exception as error:  # the template is a program, which may raise anything on messages it does not like
         said = str(error) or type(error).__name__
         raise Refused(400, f"The model's chat template refuses these messages: {said}", param="$.messages") from error
-
-
-def _role(role: str, *, knows_developer: bool) -> str:
-    return "system" if role == "developer" and not knows_developer else role
-
-
-def _check_variables(tokenizer: Any, more: Mapping[str, Any]) -> None:
-    """Raise for a variable that would replace the template, the messages or the form of the result."""
-    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    wrong = sorted(taken & more.keys())
-    if wrong:
-        raise Refused(
-            400,
-            f"chat_template_kwargs may not set {wrong[0]!r}, which the server sets.",
-            param="$.chat_template_kwargs",
-        )

@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hookline import factories
 from hookline.engines.live_hooks import LiveHook
-from hookline.engines.shown_hooks import hook_to_json
+from hookline.engines.request_options import ClientHook
 from hookline.errors import HooklineError, HookNameError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused, refusal_from_error
+from hookline.serve.http.error_answers import Refused
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
-from hookline.serve.http.request_bodies import HookBody
 from hookline.serve.serving_engine import Engine
 from hookline.sites.find import find
-from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["HookRoutes", "specs_of_request", "values_from_body"]
+__all__ = ["HookRoutes", "confined_hook", "shown_hook"]
+
+logger = logging.getLogger("hookline.serve")
 
 _READY: Final = "hookline.factories"
 _DEPTH: Final = 32
@@ -35,48 +36,39 @@ _DEPTH: Final = 32
 and Python's own limit lies near 300 there."""
 
 
-def values_from_body(body: HookBody, settings: Settings) -> dict[str, Any]:
-    """Return the spec to attach as plain data, with its paths inside the export folder.
+def confined_hook(given: ClientHook, settings: Settings) -> ClientHook:
+    """Return the hook to attach, with its paths inside the export folder.
 
     Raises:
         NotAllowedError: It names a factory or a path that HTTP clients may not use.
-        OptionError: It says what no spec can.
+        OptionError: There is no such factory, or its configuration is too deep.
     """
-    _check_plain(body.config)
-    given = body.model_dump(exclude_none=True)
-    given.setdefault("on_error", "disable")
-    name = _ready_name(body.hook_factory)
-    if name is not None:
-        given["config"] = _confined(name, given.get("config", {}), settings.export_dir)
-    HookSpec.from_dict(given)
-    return given
-
-
-def specs_of_request(bodies: Sequence[HookBody], settings: Settings) -> list[dict[str, Any]]:
-    """Return the specs of the hooks of one request as plain data; an error says which of them it is about."""
-    return [_spec_of_request(place, body, settings) for place, body in enumerate(bodies)]
-
-
-def _spec_of_request(place: int, body: HookBody, settings: Settings) -> dict[str, Any]:
-    try:
-        return values_from_body(body, settings)
-    except (Refused, HooklineError) as error:
-        refused = refusal_from_error(error)
-        raise Refused(refused.status, f"hooks[{place}]: {refused.message}", param=f"$.hooks.hooks[{place}]") from None
+    _check_plain([given.name, given.config])
+    name = _ready_name(given.hook_factory)
+    return given if name is None else replace(given, config=_confined(name, given.config, settings.export_dir))
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:
     """Raise for a configuration that could not be shown again."""
-    if depth > _DEPTH:
-        raise Refused(400, f"Lists and objects lie more than {_DEPTH} deep in each other.", param="$.config")
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise Refused(400, "A text has half a character in it (a lone surrogate).", param="$.config") from None
-    elif isinstance(value, dict | list):
+    if depth > _DEPTH + 1:
+        raise OptionError(f"Lists and objects lie more than {_DEPTH} deep in each other.")
+    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
+        raise OptionError("A text has half a character in it (a lone surrogate).")
+    if isinstance(value, dict | list):
         for each in [*value, *value.values()] if isinstance(value, dict) else value:
             _check_plain(each, depth + 1)
+
+
+def shown_hook(hook: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return a hook as clients see it: paths in the export folder are relative to it, as they were sent."""
+    if folder is None:
+        return dict(hook)
+    config, root = dict(hook["config"]), folder.resolve()
+    for option in FILE_OPTIONS.get(hook["hook_factory"].replace(":", ".").removeprefix(f"{_READY}."), ()):
+        given = config.get(option)
+        if isinstance(given, str) and Path(given).is_relative_to(root):
+            config[option] = str(Path(given).relative_to(root))
+    return {**hook, "config": config}
 
 
 def _ready_name(path: str) -> str | None:
@@ -114,15 +106,12 @@ def _confined(name: str, config: Mapping[str, Any], folder: Path | None) -> dict
 
 def _inside(folder: Path, given: Any, option: str) -> Path:
     if not isinstance(given, str) or "\0" in given:
-        raise Refused(400, f"{option} is a path, got {given!r}.", param=f"$.config.{option}")
+        raise OptionError(f"{option} is a path, got {given!r}.")
     root = folder.resolve()
     path = (root / given).resolve()  # links are followed: one that leads out is out
     if path != root and root not in path.parents:
         raise NotAllowedError(f"{option} has to lie in the server's export folder, and {given!r} does not.")
     return path
-
-
-logger = logging.getLogger("hookline.serve")
 
 
 class HookRoutes:
@@ -137,12 +126,11 @@ class HookRoutes:
 
     async def list(self) -> list[dict[str, Any]]:
         """Return the attached hooks."""
-        hooks = self._serving.ready().hooks
-        return [self._to_json(each) for each in hooks.list()]
+        return [self._shown(each) for each in self._serving.ready().hooks.list()]
 
-    async def add(self, body: HookBody) -> dict[str, Any]:
+    async def add(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook, wholly or not at all."""
-        spec = HookSpec.from_dict(values_from_body(body, self._settings))
+        spec = confined_hook(given, self._settings)
         hooks = self._serving.ready().hooks
         try:
             live = await self._serving.change_hooks(partial(hooks.add, spec, allow=self._settings.allow))
@@ -150,23 +138,23 @@ class HookRoutes:
             raise
         except Exception as error:  # the factory's own, or that of importing it
             logger.info("hook %r was not attached", spec.name, exc_info=error)
-            raise Refused(400, _failed(spec, error), param="$.hook_factory") from error
-        shown = self._to_json(live)
-        logger.info("hook %s (%s) is attached: %s", shown["id"], shown["hook_factory"], ", ".join(shown["matched"]))
-        return shown
+            said = f"{type(error).__name__}: {error}".rstrip(".: ")
+            raise Refused(400, f"{spec.hook_factory!r} made no hook: {said}.", param="$.hook_factory") from error
+        logger.info("hook %s (%s) is attached: %s", live.id, spec.hook_factory, ", ".join(live.matched))
+        return self._shown(live)
 
     async def remove(self, id: str) -> dict[str, Any]:
         """Remove one hook."""
         hooks = self._serving.ready().hooks
         try:
-            shown = self._to_json(await self._serving.change_hooks(partial(hooks.remove, id)))
+            live = await self._serving.change_hooks(partial(hooks.remove, id))
         except HookNameError as error:
             raise Refused(404, str(error)) from None
-        logger.info("hook %s (%s) is taken off", shown["id"], shown["hook_factory"])
-        return shown
+        logger.info("hook %s is taken off", id)
+        return self._shown(live)
 
-    def _to_json(self, live: LiveHook) -> dict[str, Any]:
-        return hook_to_json(live, self._settings.export_dir)
+    def _shown(self, live: LiveHook) -> dict[str, Any]:
+        return shown_hook(live.to_plain(), self._settings.export_dir)
 
     async def modules(self, pattern: str) -> Sequence[dict[str, Any]]:
         """Return the modules that `pattern` matches, as ``GET /modules`` shows them."""
@@ -180,7 +168,7 @@ class HookRoutes:
             return []
         hooks = self._serving.ready().hooks
         metrics = await self._serving.on_engine(hooks.metrics)  # clients may ask as often as they like
-        return [(self._to_json(each), metrics.get(each.id, {})) for each in hooks.list()]
+        return [(self._shown(each), metrics.get(each.id, {})) for each in hooks.list()]
 
 
 def _modules(engine: Engine, pattern: str) -> Sequence[dict[str, Any]]:
@@ -193,8 +181,3 @@ def _modules(engine: Engine, pattern: str) -> Sequence[dict[str, Any]]:
         }
         for site in find(engine.model, pattern)
     ]
-
-
-def _failed(spec: HookSpec, error: Exception) -> str:
-    said = str(error).strip().rstrip(".")
-    return f"hook_factory {spec.hook_factory!r} made no hook: {type(error).__name__}{f': {said}' if said else ''}."

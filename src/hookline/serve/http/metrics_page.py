@@ -10,13 +10,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hookline.errors import MissingPackageError
-from hookline.serve.generation_request import EngineCount
 
 __all__ = ["HookFigures", "Metrics"]
 
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Of a request that generates, in seconds; prometheus_client's own end at 10."""
 
+
+_GROWING: Final = {
+    "requests_accepted": "Sequences that were taken into the queue",
+    "requests_refused": "Sequences that were refused with 429 because too many waited",
+    "requests_stop": "Sequences that ended at an end-of-text token or a stop text",
+    "requests_length": "Sequences that ended because they had max_tokens tokens",
+    "requests_cancelled": "Sequences that were cancelled, as by a client that went away",
+    "requests_error": "Sequences that ended with an error",
+    "prompt_tokens": "Tokens of the prompts of requests that were run",
+    "not_computed": "Tokens of prompts that the engine took from its prefix cache, so that no hook saw them",
+    "answer_tokens": "Tokens that were sampled",
+    "prefill_forwards": "Forwards of the model over prompts",
+    "decode_forwards": "Forwards of the model over one token of each answer",
+    "forward_seconds": "Seconds that the engine spent in forwards of the model",
+    "captured_bytes": "Bytes of hidden states that were gathered for requests",
+    "steps": "Steps of the engine, each a forward over one batch",
+    "eager_steps": "Steps that ran eagerly, so that hooks fired",
+}
+"""Counts of an engine that only grow."""
+_NOW: Final = {
+    "requests_waiting": "Sequences that wait for their turn now",
+    "requests_running": "Sequences in the running batch now",
+    "captured_bytes_reserved": "Bytes of hidden states that running requests may still want",
+    "captured_bytes_limit": "The most bytes of hidden states that may be reserved",
+    "hooks": "Hooks that are attached now",
+}
+"""Those of the moment."""
 
 HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
 """A live hook as ``GET /hooks`` shows it, and its own metrics."""
@@ -55,7 +81,7 @@ class Metrics:
         known = method if method in ("GET", "POST", "DELETE") else "other"
         self._seconds.labels(known, route, str(status)).observe(seconds)
 
-    def page(self, counts: Mapping[EngineCount, float], hooks: Sequence[HookFigures]) -> bytes:
+    def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
         """Return the text."""
         now = self._client.CollectorRegistry(auto_describe=False)
         now.register(_Now([*_engine_families(counts), *_hook_families(hooks)]))
@@ -73,12 +99,12 @@ class _Now:
         return iter(self._families)
 
 
-def _engine_families(counts: Mapping[EngineCount, float]) -> Iterator[Any]:
+def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for count, value in sorted(counts.items()):
-        kind = CounterMetricFamily if count.grows else GaugeMetricFamily
-        yield kind(f"hookline_engine_{count}", count.help, value=float(value))
+    for name, value in sorted(counts.items()):
+        kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
+        yield kind(f"hookline_engine_{name}", (_GROWING | _NOW)[name], value=float(value))
 
 
 _OF_HOOKS: Final = (

@@ -10,13 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import suppress
 from typing import Any, Final
 
 from hookline.serve.http.error_answers import Refused, error_body, to_json
 from hookline.serve.http.http_settings import Settings, check_access, check_local
 
-__all__ = ["AT_THE_END", "Gate", "LimitedBody", "route_path"]
+__all__ = ["AT_THE_END", "Gate"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,9 +27,6 @@ Observe = Callable[[str, str, int, float], None]
 
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
-_DRAIN_FACTOR: Final = 4
-"""Of a body that is too large, so many times the limit is read and dropped before the connection is cut: a client that
-is still sending would see a broken pipe instead of the answer."""
 _PIECE: Final = 1 << 18
 """Bytes of an answer that are sent at a time."""
 
@@ -80,15 +76,14 @@ class Gate:
             self._observe(scope["method"], _route(scope), status, time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = LimitedBody(receive, self._settings)
+        body = _LimitedBody(receive, self._settings)
         try:
-            method, path = scope["method"], route_path(scope)
+            method, path = scope["method"], _route_path(scope)
             check_access(self._settings, method, path, _header(scope, b"authorization"))
             names = {"Host": _header(scope, b"host"), "Origin": _header(scope, b"origin")}
             check_local(self._settings, method, path, names)
             body.check_announced(_header(scope, b"content-length"))
         except Refused as refused:
-            await body.drop_rest()
             await _answer(send, refused)
             return
 
@@ -102,23 +97,18 @@ class Gate:
             if body.refused is None:
                 raise
         if body.refused is not None:
-            await body.drop_rest()
             await _answer(send, body.refused)
 
 
-class LimitedBody:
-    """Read the body of a request, and bound its size and time.
+class _LimitedBody:
+    """Read the body of a request, and bound its size and time."""
 
-    Recipe: ``message = await LimitedBody(receive, settings).receive()``.
-    """
-
-    def __init__(self, receive: Receive, settings: Settings, *, option: str = "--max-body") -> None:
+    def __init__(self, receive: Receive, settings: Settings) -> None:
         self._receive = receive
-        self._option = option
         self._limit = settings.max_body
         self._patience_s = settings.body_s
         self._seen = 0
-        self._ended = False
+        self._has_ended = False
         self.refused: Refused | None = None
         """Why it is not taken, once that is known."""
 
@@ -132,41 +122,27 @@ class LimitedBody:
 
         What came of such a body may be valid JSON, and must not be done; what FastAPI answers to it is not sent.
         """
-        if self._ended:  # what comes now is the end of the connection, whenever that is
+        if self._has_ended:  # what comes now is the end of the connection, whenever that is
             return await self._receive()
-        message = await self._next()
-        if self._seen > self._limit:
-            self.refused = self._too_large()
-            raise self.refused
-        return message
-
-    async def drop_rest(self) -> None:
-        """Read on for a while and keep nothing, so that the client is there for the answer."""
-        with suppress(Refused):
-            while not self._ended and self._seen <= _DRAIN_FACTOR * self._limit:
-                await self._next()
-
-    async def _next(self) -> Message:
         try:
             async with asyncio.timeout(self._patience_s):
                 message = await self._receive()
         except TimeoutError:
-            self._ended = True
-            self.refused = Refused(
-                408,
-                f"Nothing came of the body for {self._patience_s:g} s; send it again.",
-                headers={"Connection": "close"},
-            )
+            text = f"Nothing came of the body for {self._patience_s:g} s; send it again."
+            self.refused = Refused(408, text, headers={"Connection": "close"})
             raise self.refused from None
         self._seen += len(message.get("body", b""))
-        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        self._has_ended = message["type"] != "http.request" or not message.get("more_body", False)
+        if self._seen > self._limit:
+            self.refused = self._too_large()
+            raise self.refused
         return message
 
     def _too_large(self) -> Refused:
         return Refused(
             413,
             f"The body is larger than {self._limit} bytes. Send less at once, or start the server with a larger "
-            f"{self._option}.",
+            "--max-body.",
             headers={"Connection": "close"},
         )
 
@@ -195,7 +171,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return b", ".join(found) if found else None
 
 
-def route_path(scope: Scope) -> str:
+def _route_path(scope: Scope) -> str:
     """Return the path that routes are chosen by: without that of a mount or a proxy (``--root-path``), if it has it."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path

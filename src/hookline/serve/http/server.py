@@ -23,12 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import ConfigError, HooklineError, MissingPackageError, NoMatchError, OptionError
 from hookline.local_access import is_loopback
 from hookline.serve.http.http_settings import Settings
-from hookline.specs.apply_specs import find_sites
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.serve.http.engine_state import Serving
     from hookline.serve.serving_engine import Engine
 
@@ -81,6 +78,7 @@ class Server:
         self._settings = replace(settings, local_only=settings.local_only and is_loopback(host))
         self._socket = _bound(host, port)
         self._is_stopping = False
+        self._has_failed = False
         self._uvicorn: Any = None
         self._app: Any = None
         self._thread: threading.Thread | None = None
@@ -132,7 +130,7 @@ class Server:
             logger.info("stopping: what runs has %g s to finish; a signal ends it now", self._settings.drain_s)
             self.stop()
             logger.info("stopped")
-            return self._app is None or not self.serving.has_failed
+            return not self._has_failed
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
@@ -147,6 +145,7 @@ class Server:
             while not self._is_stopping and self.serving.status != "failed":
                 time.sleep(_LOOK_S)
             if not self._is_stopping:
+                self._has_failed = True
                 logger.error("the engine has failed, and only a new process helps")
         except _Stopped:
             pass
@@ -198,12 +197,10 @@ def attach_at_start(
 ) -> None:
     """Attach the hooks of files, all or none.
 
-    Without ``strict``, what matches nothing is passed over, as SGLang does it, with a line that names the nearest.
+    Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
     """
     try:
         engine.hooks.add_all(specs, allow=allow, strict=strict, origin="start")
-        if not strict:
-            _warn_of_unmatched(engine.model, specs)
     except NoMatchError as error:
         error.add_note("With --no-strict, such a hook is passed over.")
         raise
@@ -212,15 +209,6 @@ def attach_at_start(
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
-
-
-def _warn_of_unmatched(model: nn.Module, specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
-    for spec in (each if isinstance(each, HookSpec) else HookSpec.from_dict(each) for each in specs):
-        try:
-            if spec.enabled:
-                find_sites(model, spec, strict=True)
-        except NoMatchError as error:
-            logger.warning("hook %r: %s", spec.name, error)
 
 
 def _bound(host: str, port: int) -> socket.socket:

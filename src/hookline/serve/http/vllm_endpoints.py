@@ -10,19 +10,20 @@ beside vLLM's own routes, which stay as they are: a request asks in ``vllm_xargs
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from fastapi.responses import Response
 
-from hookline.engines.shown_hooks import shown_config
-from hookline.engines.vllm.merge_answers import (
+from hookline.engines.request_options import ClientHook
+from hookline.engines.vllm.start_options import StartOptions
+from hookline.engines.vllm.vllm_hooks import (
     check_answers,
     merge_added,
     merge_hooks,
@@ -30,15 +31,13 @@ from hookline.engines.vllm.merge_answers import (
     merge_removed,
     merge_results,
 )
-from hookline.engines.vllm.start_options import StartOptions
 from hookline.errors import HookNameError, OptionError
-from hookline.serve.generation_request import EngineCount
 from hookline.serve.http.app import json_response, make_hook_app
 from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.hook_routes import values_from_body
+from hookline.serve.http.generation_routes import base64_data
+from hookline.serve.http.hook_routes import confined_hook, shown_hook
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures, Metrics
-from hookline.serve.http.request_bodies import HookBody
 
 __all__ = ["HookEndpoints", "WorkerCalls", "endpoint_settings"]
 
@@ -52,7 +51,7 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _ADD: Final = "hookline_add"
 _PATIENCE_S: Final = 60.0
 """How long a route waits for the workers: they are in a step, and its next comes first."""
-_COUNTS: Final = (EngineCount.STEPS, EngineCount.EAGER_STEPS, EngineCount.PROMPT_TOKENS, EngineCount.NOT_COMPUTED)
+_COUNTS: Final = ("steps", "eager_steps", "prompt_tokens", "not_computed")
 """Of the engine; each worker counts the same."""
 
 _Shown = list[dict[str, Any]]  # `WorkerCalls` has a method `list`
@@ -106,7 +105,7 @@ def endpoint_settings(additional: Any) -> Settings:
     options = StartOptions.read(additional)
     return Settings(
         token=_token(),
-        protect="everything" if options.protect == "everything" else "hooks",
+        protect=options.protect,
         allow=options.allow or ("hookline.factories",),
         export_dir=None if options.export_dir is None else Path(options.export_dir),
         local_only=False,  # vLLM's other paths are open to all that reach its address
@@ -154,9 +153,9 @@ class WorkerCalls:
         """Return the attached hooks, with what they have done in all workers together."""
         return [self._shown(each) for each in merge_hooks(await self._checked("hookline_list"))]
 
-    async def add(self, body: HookBody) -> dict[str, Any]:
+    async def add(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook in all workers, or in none."""
-        spec = values_from_body(body, self._settings)
+        spec = asdict(confined_hook(given, self._settings))
         async with self._changes:
             answers = await self._call(_ADD, [spec], [*self._settings.allow], True, "http")
             try:
@@ -188,11 +187,11 @@ class WorkerCalls:
         metrics = merge_metrics(await self._checked("hookline_metrics"))
         return [(each, metrics.get(each["id"], {})) for each in await self.list()]
 
-    async def counts(self) -> dict[EngineCount, float]:
+    async def counts(self) -> dict[str, float]:
         """Return the counts of the workers' steps; bytes are those of all workers."""
         found = [answer["engine"] for answer in await self._checked("hookline_describe")]
         most = {name: max(float(each[name]) for each in found) for name in _COUNTS}
-        return {**most, EngineCount.CAPTURED_BYTES_RESERVED: sum(float(each["captured_bytes"]) for each in found)}
+        return {**most, "captured_bytes_reserved": sum(float(each["captured_bytes"]) for each in found)}
 
     async def results(self, key: str) -> _Shown:
         """Return what the requests under a key asked for, and forget it.
@@ -211,8 +210,7 @@ class WorkerCalls:
 
     def _shown(self, hook: Mapping[str, Any]) -> dict[str, Any]:
         """Return a hook for clients, which are not told where the export folder is."""
-        config = shown_config(hook["hook_factory"], hook["config"], self._settings.export_dir)
-        return {**hook, "config": config}
+        return shown_hook(hook, self._settings.export_dir)
 
     async def _checked(self, method: str) -> _Shown:
         answers = await self._call(method)
@@ -242,10 +240,7 @@ class WorkerCalls:
 
 def _to_json(merged: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of `merge_results` as the answer has it."""
-    states = {
-        name: {**layer, "data": base64.b64encode(layer["data"]).decode("ascii")}
-        for name, layer in merged["states"].items()
-    }
+    states = {name: base64_data(layer) for name, layer in merged["states"].items()}
     rest = {name: merged[name] for name in ("request", "hooks", "flags", "silent", "error")}
     return {**rest, "hidden_states": states, "tokens_not_computed": merged["not_computed"]}
 

@@ -13,8 +13,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hookline.factories.request_notes import RequestFlag, merge_flags
-from hookline.serve.generation.sampling import NO_TOKEN, ChosenToken
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
+from hookline.serve.sampling import NO_TOKEN, ChosenToken
 
 if TYPE_CHECKING:
     from hookline.engines.hidden_states import RequestStates

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hookline.engines.session import Session
-    from hookline.serve.generation.request_row import RequestRow
+    from hookline.serve.request_row import RequestRow
 
 __all__ = ["BatchForward", "RowBatch"]
 

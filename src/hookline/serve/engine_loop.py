@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hookline.serve.generation.row_batch import RowBatch
-from hookline.serve.generation.sampling import ChosenToken, choose
+from hookline.serve.row_batch import RowBatch
+from hookline.serve.sampling import ChosenToken, choose
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.serve.generation.request_row import RequestRow, Ticket
-    from hookline.serve.generation.row_batch import BatchForward
+    from hookline.serve.request_row import RequestRow, Ticket
+    from hookline.serve.row_batch import BatchForward
 
 __all__ = ["EngineLoop"]
 
