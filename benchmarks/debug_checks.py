@@ -16,6 +16,7 @@ from models import SMALL
 from subject import Setting
 from watching import FOUR, Training
 
+import hookline as hl
 from hookline.debug import FlightRecorder, find_bad_operations
 
 __all__ = ["debug_checks"]

@@ -21,11 +21,16 @@ def every_hook() -> list[hl.TrainingHook]:
 
 
 def metrics_of(sink: MemorySink) -> dict[tuple[str, str, int], Any]:
-    """All metrics of a sink: by name, point, and step (of other points: epoch); no matter when they were flushed."""
+    """All metrics of a sink: by name, point, and step (of other points: epoch); no matter when they were flushed.
+
+    Without those of the clock.
+    """
     found: dict[tuple[str, str, int], Any] = {}
     for record in sink.records:
         point = record.hook_point.name
         for name, value in record.metrics.items():
+            if name.startswith("resources/"):
+                continue
             series = (
                 zip(value.steps, value, strict=True) if isinstance(value, StepSeries) else [(record.position, value)]
             )

@@ -151,6 +151,7 @@ def test_a_bad_batch_is_in_the_log_of_a_run_that_was_told_nothing(tmp_path: Path
     facts = json.loads((tmp_path / "run.json").read_text())
     assert (facts["status"], facts["result"]["steps"]) == ("finished", 300)
     assert {"versions", "command", "config", "experiment"} <= set(facts)
+    assert {"resources/steps_per_second", "resources/samples_per_second", "resources/memory_gib"} <= set(read.latest)
 
 
 def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
@@ -345,7 +346,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
     whole = Loop()
     with whole.follow(["norms", Counting()], loader=whole.loader) as run:
         whole.train(4)
-        expected = run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics
+        expected = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
     first = Loop()
     with first.follow(["norms", Counting()], loader=first.loader) as run:
         first.train(2)
@@ -357,7 +358,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
             part.load_state_dict(state)
         torch.set_rng_state(random)
         second.train(2)
-        found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics
+        found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
         assert nested_differences(found, expected) == []
     assert nested_differences(second.left()["state"], whole.left()["state"]) == []
     with pytest.raises(LifecycleError, match="followed run"):
@@ -387,6 +388,10 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
         (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )
+def _untimed(metrics: Any) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith("resources/")}
+
+
 def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any], error: Any, text: str) -> None:
     loop, backward = Loop(), torch.autograd.backward
     with pytest.raises(error, match=text):

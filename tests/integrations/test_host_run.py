@@ -284,7 +284,7 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     experiment, sink = rich_experiment(), MemorySink()
     run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
     run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
-    assert list(run.manager.hooks) == ["training_metrics", "norms", "relu_activations"]
+    assert list(run.manager.hooks) == ["training_metrics", "norms", "relu_activations", "resources"]
     train_by_hand(experiment, run, epochs=2)
     run.close()
     names = {name for record in sink.records for name in record.metrics}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hookline.errors import OptionError
+from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
 from hookline.records.sink import MetricSink, Record
@@ -69,7 +70,7 @@ def make_manager(
     if options.get("log") is not None:
         names += recorder_of([*names, *objects])
     usual = {"on_error": "raise", "flush_every": _STEPS_TO_FLUSH}
-    return HookManager(names, objects, sinks, loop_type=loop, **{**usual, **options}), specs
+    return HookManager(names, [*objects, ResourcesHook()], sinks, loop_type=loop, **{**usual, **options}), specs
 
 
 def recorder_of(hooks: Iterable[Any]) -> list[str]:
