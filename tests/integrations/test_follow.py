@@ -342,6 +342,10 @@ def test_gradients_of_the_step_before_are_there_although_the_loop_has_cleared_th
         assert torch.equal(found["0.weight"], before)
 
 
+def _untimed(metrics: Any) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith("resources/")}
+
+
 def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
     whole = Loop()
     with whole.follow(["norms", Counting()], loader=whole.loader) as run:
@@ -388,10 +392,6 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
         (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )
-def _untimed(metrics: Any) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.startswith("resources/")}
-
-
 def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any], error: Any, text: str) -> None:
     loop, backward = Loop(), torch.autograd.backward
     with pytest.raises(error, match=text):

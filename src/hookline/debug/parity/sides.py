@@ -184,7 +184,7 @@ class _Served(EngineSide):
         return found
 
     def _wanted(self, layers: Sequence[str]) -> Any:
-        from hookline.engines.hidden_states import StatesWanted
+        from hookline.engines.request_options import StatesWanted
 
         known = [layer for layer in layers if layer in self._engine.widths]
         return StatesWanted(tuple(known)) if known else None
