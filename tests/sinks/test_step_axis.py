@@ -48,7 +48,7 @@ def test_files_have_no_epoch(tmp_path):
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(line["step"], line["epoch"]) for line in steps] == [(0, None), (2, None), (4, None)]
     run = hl.load_run(tmp_path)
-    assert {record.epoch for record in run} == {None}
+    assert {record.epoch for record in run.records} == {None}
     assert "epoch" not in run.to_pandas()
 
 
