@@ -50,6 +50,8 @@ _HEADS: Final = 4
 class AttentionPart(nn.Module):
     """Stand for one tensor inside of attention; `ModuleHooks` says when it has hooks."""
 
+    has_hooks = False
+    """Whether it has any. The compiler of torch 2.11 cannot ask the dictionaries of hooks whether they are empty."""
     is_in_path = False
     """Whether the model has to compute with it: it may be edited, or a gradient of it is asked for."""
 
@@ -65,11 +67,7 @@ class AttentionPart(nn.Module):
         """Let the attention module call its parts, or not: called when the hooks of this one have changed."""
         self.is_in_path = in_path
         self.__dict__["_attention"].set_hooked(self, hooked=hooked)
-
-    @property
-    def has_hooks(self) -> bool:
-        """Return whether it has any."""
-        return bool(self._forward_hooks or self._forward_pre_hooks)
+        self.has_hooks = hooked
 
 
 def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
