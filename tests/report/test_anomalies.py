@@ -187,6 +187,21 @@ def test_what_could_not_be_judged_is_said_with_its_reason(curves: dict[str, int]
     assert why in line
 
 
+def test_a_loss_spike_names_the_first_layer_that_rose_with_it() -> None:
+    """Not later, an activation before gradients, by the order of the model; findings are lines for a terminal too."""
+    loss, size = 2 + 0.02 * np.sin(np.arange(60.0)), np.ones(60)
+    loss[40] = 4.0
+    risen = np.where(np.arange(60) == 40, 624.0, size)
+    late = np.where(np.arange(60) == 41, 900.0, size)
+    curves = {"h__in__forward__std": late, "h__in__backward__norm": risen}
+    curves |= {"h__feat__forward__std": risen, "h__head__forward__std": risen}
+    finding = _found(train__loss=loss, h__stem__forward__std=size, **curves)["Loss spikes"]
+    assert "First h/feat/forward/std, 624 × before" in finding["text"]
+    assert finding["sights"][0]["metric"] == "h/feat/forward/std"
+    (line,) = tell_findings([finding], {"kinds": [["loss", 1]], "why": ""})
+    assert line.startswith("Loss spikes: 1 in train/loss, at step 40: from 1.9")
+
+
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, tuple[RunSeries, dict[str, dict[str, Any]]]]:
     """Real runs by name, each with what is found in it."""
@@ -274,10 +289,18 @@ def test_the_default_run_is_told_where_it_became_unstable(recorded: Recorded) ->
 
 
 def test_the_run_itself_is_count_judged() -> None:
-    """That it failed, that a sink did."""
-    found = _found({"status": "failed", "error": "ValueError: no", "sink_errors": {"WandbSink": 3}})
+    """That it failed, that a sink did, that a hook never fired."""
+    facts = {
+        "status": "failed",
+        "error": "ValueError: no",
+        "sink_errors": {"WandbSink": 3},
+        "hooks": {"h": {"fired": 0}},
+    }
+    found = _found(facts)
     assert found["The run failed"]["text"] == "ValueError: no"
     assert "3 times" in found["WandbSink could not write"]["text"]
+    assert "Hooks that never fired" not in found  # it may have been due later
+    assert "h:" in _found({**facts, "status": "finished"})["Hooks that never fired"]["text"]
 
 
 def test_many_of_a_kind_are_one_finding_with_the_rest_counted() -> None:

@@ -25,6 +25,10 @@ _EXPLODED: Final = 100.0
 """Times its own median up to then. Norms of healthy runs move by ten at most, warm-up included."""
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
+_PLACE: Final = 3.0
+"""Times its recent level, of a size of a layer that is told with a loss spike."""
+_NEAR: Final = 64
+"""Steps before the spike in which that may have begun."""
 _GRADIENT_SPIKE: Final = 5.0
 """Times its recent level, of a gradient norm, which moves more than a loss does."""
 _FALL: Final = 0.05
@@ -108,6 +112,7 @@ def find_anomalies(
         *_large_norms(curves, facts),
         *_dead_units(curves),
         *_vanished_gradients(curves),
+        *_silent_hooks(facts),
     ]
     return sorted(found, key=lambda finding: _LEVELS.index(finding["level"]))
 
@@ -197,6 +202,13 @@ def _run_failures(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for sink, count in facts.get("sink_errors", {}).items():
         text = f"{count} times. The log has every record: hookline replay writes them once more."
         yield from _finding("warning", f"{sink} could not write", text)
+
+
+def _silent_hooks(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    silent = [name for name, hook in facts.get("hooks", {}).items() if hook.get("fired") == 0]
+    if not silent or facts.get("status") != "finished":
+        return []
+    return _finding("notice", "Hooks that never fired", f"{', '.join(silent)}: asked for, and never due.")
 
 
 # -- values that are not finite, units that are dead --------------------------------------------------------------
@@ -343,7 +355,28 @@ def _loss_spikes(curves: Sequence[_PlacedCurve]) -> list[dict[str, Any]]:
     first = sights[0]
     count = sum(sight.metric == first.metric for sight in sights)
     where = f"{count} in {first.metric}, {'the first ' * (count > 1)}at {_step_text(first.step)}"
-    return _finding("warning", "Loss spikes", f"{where}: {first.text}.", sights)
+    places = _first_place(curves, first.step)
+    told = "".join(f" First {place.metric}, {place.text}." for place in places)
+    return _finding("warning", "Loss spikes", f"{where}: {first.text}.{told}", [*places, *sights])
+
+
+def _first_place(curves: Sequence[_PlacedCurve], step: int) -> list[Sight]:
+    """Return which size of a layer rose first around a step, by step and then in the order of the model; if any."""
+    sizes = [one for one in curves if one.place and _SIZES.search(one.statistic)]
+    sizes.sort(key=lambda one: bool(_GRADIENT.search(one.group)))  # an activation is why a gradient is large
+    near = [
+        Sight(one.curve.name, event.step, f"{event.extreme / event.level:.3g} × before")
+        for one in sizes
+        for event in rises(one.curve, _PLACE)
+        if step - _NEAR <= event.step <= _next_step(one.curve, step)
+    ]
+    return sorted(near, key=lambda sight: sight.step)[:1]
+
+
+def _next_step(curve: Curve, step: int) -> int:
+    """Return the first step of a curve from ``step`` on: layers are reported at intervals, the loss at every step."""
+    at = int(np.searchsorted(curve.steps, step))
+    return int(curve.steps[at]) if at < curve.steps.size else step
 
 
 def _risen(curve: Curve, event: Event) -> Sight:
