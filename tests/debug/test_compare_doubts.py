@@ -233,3 +233,16 @@ def test_no_bound_allows_nan_in_one_run_alone() -> None:
     a, b = {"x": torch.ones(3)}, {"x": torch.tensor([1.0, float("nan"), 1.0])}
     assert not compare(a, b, thresholds={"*": float("inf")}).ok
     assert compare(a, {"x": torch.zeros(3)}, thresholds={"*": float("inf")}).ok
+
+
+def test_a_module_that_is_given_the_same_has_the_rounding_of_one_operation(tmp_path: Path) -> None:
+    """Two channels are 5 % off, or all are 2 % off, in bfloat16, after layers that would have rounded by more."""
+    for rows, factor in ((2, 1.05), (16, 1.02)):
+        right = _layers(8).bfloat16()
+        wrong = copy.deepcopy(right)
+        wrong[6].weight.data[:rows] *= factor
+        wrong[6].bias.data[:rows] *= factor
+        found = _of(right, wrong, tmp_path, X.bfloat16())
+        (value,) = [value for value in found.values if value.site == "6" and value.kind == "output"]
+        assert (found.ok, found.blame, value.verdict) == (False, None, "unsure")
+        assert "it is given the same" in value.doubt
