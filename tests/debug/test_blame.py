@@ -176,6 +176,27 @@ def test_what_is_outside_of_the_model_is_blamed_as_that(
     assert follow == {outside or module}
 
 
+class LateLinear(nn.Linear):
+    """Is off from its second call on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.05 if self.calls > 1 else 1.0)
+
+
+def test_a_trained_module_that_goes_wrong_later_is_not_taken_for_the_optimizer(tmp_path: Path, reference: Path) -> None:
+    """Trained modules that ran before it return the same in that step: they were updated alike."""
+
+    def edit(model: Stack) -> None:
+        model.mlp[2].__class__ = LateLinear
+
+    found = hl.compare(reference, trained(tmp_path / "b", edit=edit))
+    assert [(each.outside, each.module) for each in found.blamed] == [("", "mlp.2")]
+    assert "is given the same to the bit and returns something else" in found.blamed[0].why
+
+
 def test_a_gradient_of_an_output_is_not_blamed_on_the_module_that_returns_it(tmp_path: Path, reference: Path) -> None:
     """The last layer of the feed-forward part returns what that part returns: its gradient comes from further out."""
 

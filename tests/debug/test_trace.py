@@ -13,7 +13,7 @@ import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.compare.recorder import TraceRecorder
 from hookline.debug.compare.trace import bytes_of_budget, trace
-from hookline.errors import OptionError, TraceError
+from hookline.errors import OptionError, TraceError, UnhookableError
 
 
 class Block(nn.Module):
@@ -209,6 +209,10 @@ def test_wrong_options_say_what_to_do(tmp_path):
     assert (bytes_of_budget("1.5 KiB"), bytes_of_budget(7), bytes_of_budget(None)) == (1536, 7, None)
     with pytest.raises(KeyError, match="No module matches"):
         trace(model, "nothing", to=tmp_path / "t", kinds="output")
+    with pytest.raises(UnhookableError, match="got an int"):
+        trace(model, to=tmp_path / "t", step=[3])
+    with pytest.raises(OptionError, match="or an optimizer"):
+        trace(model, to=tmp_path / "t", step=[])
     assert not (tmp_path / "t").exists()
     with trace(model, to=tmp_path / "u", step=optimizer) as running, pytest.raises(OptionError, match="manual"):
         running.step()

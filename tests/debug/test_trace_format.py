@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,6 +71,28 @@ def test_what_is_written_is_read_back(tmp_path):
     assert rows is not None
     assert rows.dims == 2
     assert rows.keys == (RowKey("a", 0), RowKey("a", 1), None, RowKey("b", 5))
+
+
+def test_hashes_keep_all_bits_in_a_batch_with_small_and_large_ones(tmp_path):
+    """Those below 2**63 and those above it are written as whole numbers."""
+    hashes = [2**63 - 1, 2**63 + 1, 1, 2**64 - 1]
+    writer = TraceWriter(tmp_path, 0, HEAD)
+    place = writer.number(TracePlace("a", "output", "", (2,), "float32"))
+    found = [FoundNumbers((0.0,) * 5, one, np.zeros(2)) for one in hashes]
+    writer.add_records([TraceRecord(place, 0, call, None, None, one) for call, one in enumerate(found)], [])
+    writer.close()
+    assert [each.fingerprint.hash for each in read_trace(tmp_path).records] == hashes
+
+
+def test_a_copy_of_a_rank_beside_it_is_passed_over(tmp_path):
+    """Folders whose names do not end in a number are not of the trace."""
+    writer = TraceWriter(tmp_path, 0, HEAD)
+    batch_of(writer, ["a"])
+    writer.close()
+    for name in ("rank_0 copy", "rank_x"):
+        shutil.copytree(tmp_path / "rank_0", tmp_path / name)
+    folder = read_trace(tmp_path)
+    assert (folder.ranks, len(folder), folder.problems) == ((0,), 1, ())
 
 
 def test_damage_is_told_and_the_rest_is_read(tmp_path):

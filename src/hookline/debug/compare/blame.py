@@ -155,9 +155,19 @@ class _BlameFinder:
         return Blame(caller, text, first)
 
     def _module_or_optimizer(self, first: Pair) -> Blame:
-        """Blame the module that returned something else; the optimizer, if that has begun with a step of it."""
+        """Blame the module that returned something else; the optimizer, if that has begun with a step of it.
+
+        An optimizer that updates in another way changes all that it trains: where a trained module that ran before in
+        this step returns the same to the bit, it is not the optimizer.
+        """
         before = [one for one in self.values if one.kind == "param_grad" and one.step < first.step]
-        if any(one.module == first.site for one in before) and all(one.is_same for one in before):
+        trained = {one.module for one in before if one.errors.norm_a}
+        is_update_same = any(
+            one.kind == "output" and one.site in trained and one.errors.is_equal
+            and (one.step, one.rank) == (first.step, first.rank) and one.order < first.order
+            for one in self.values
+        )  # fmt: skip
+        if first.site in trained and all(one.is_same for one in before) and not is_update_same:
             return self._optimizer(
                 first, f"{first.site or 'The model'} returns something else from step {first.step} on"
             )

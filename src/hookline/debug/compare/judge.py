@@ -256,11 +256,13 @@ _LARGE_PART: Final = 0.5
 """From here on a row is a bug, if it is beyond rounding."""
 _FEW: Final = 0.25
 """Below this share, entries of whole numbers may have flipped by rounding."""
+_ONE_OPERATION: Final = 3.0
+"""So many units of a 16-bit dtype one module may be off that is given the same; two times as many in one channel."""
 
 _GROWN: Final = "rounding of what it was given may have grown to this; measure it with noise="
 _FEW_ENTRIES: Final = (
-    "few of its entries are off, or a near tie of whole numbers (top-k, argmax, round) came out otherwise; measure it "
-    "with noise=, or choose alike in both"
+    "few of its entries are off, or it is given the same and is off by more than one operation rounds, or a near tie "
+    "of whole numbers (top-k, argmax, round) came out otherwise; measure it with noise=, or choose alike in both"
 )
 _UNTOLD: Final = (
     "fingerprints do not tell it: there is NaN or infinity in both, or sums were too large; trace with tensors="
@@ -314,6 +316,7 @@ class _Judge:
                 self._inputs[_call_of(pair)].append(pair)
         self._usual = {kind: statistics.median(of_kind) for kind, of_kind in sizes.items()}
         """The median root mean square of each kind."""
+        self._with_modules = {"", *(name for pair in pairs for name in names_around(pair.site))}
         self._history = {False: _History(), True: _History()}
         self._has_tie = False
         """Whether a whole number has flipped by rounding: rows that follow from it differ by any amount."""
@@ -340,6 +343,8 @@ class _Judge:
             self._judge_parts(pair, noise_of_parts, history)
         if pair.verdict == WITHIN and errors.is_blind:
             _doubt(pair, _UNTOLD)
+        if pair.verdict == WITHIN and noise_of_parts is None and self._is_more_than_one_operation(pair):
+            _doubt(pair, _FEW_ENTRIES)
         if pair.verdict in (WITHIN, UNSURE) and error == errors.rel_l2 and math.isfinite(error):
             history.add(errors)
         self._is_apart = self._is_apart or pair.verdict not in (WITHIN, UNSURE)
@@ -409,6 +414,18 @@ class _Judge:
             pair.verdict = WRONG
         else:
             _doubt(pair, _FEW_ENTRIES)
+
+    def _is_more_than_one_operation(self, pair: Pair) -> bool:
+        """Return whether a 16-bit output is off by more than one operation rounds, of inputs that are the same.
+
+        The depth of the model does not matter then. Modules that call others are more than one operation.
+        """
+        (dtype_a, dtype_b), given = pair.dtypes, self._inputs.get(_call_of(pair), ())
+        unit, errors = _unit_of(dtype_a), pair.errors
+        if pair.kind != "output" or dtype_a != dtype_b or unit <= _NARROW or not given:
+            return False
+        is_more = errors.rel_l2 > _ONE_OPERATION * unit or errors.part_rel > 2 * _ONE_OPERATION * unit
+        return is_more and pair.site not in self._with_modules and all(one.errors.is_equal for one in given)
 
 
 def _call_of(pair: Pair) -> ValueKey:

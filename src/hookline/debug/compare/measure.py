@@ -61,7 +61,12 @@ def _measure_tensors(pair: Pair, a: Tensor, b: Tensor) -> None:
 
 
 def _with_infinities(tensor: Tensor) -> Tensor:
-    """Return the tensor with infinities for the ends of its dtype: masks are filled with these."""
+    """Return the tensor with infinities for the ends of its dtype: masks are filled with these.
+
+    Not of 8-bit dtypes: their numbers are cut off at the ends, so that these are ordinary values.
+    """
+    if tensor.element_size() == 1:
+        return tensor
     ends = torch.finfo(tensor.dtype)
     wide = tensor.masked_fill(tensor == ends.min, -math.inf)
     return wide.masked_fill_(tensor == ends.max, math.inf)
@@ -129,7 +134,8 @@ def _difference(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the difference of ``x`` and ``y``; of whole numbers an exact one, as float64 ends at 2^53 for them."""
     if a.is_floating_point() or b.is_floating_point():
         return x - y
-    return (a.to(torch.int64) - b.to(torch.int64)).double()
+    exact = (a.to(torch.int64) - b.to(torch.int64)).double()
+    return torch.where((x - y).abs() < 2.0**60, exact, x - y)  # int64 holds no larger ones
 
 
 def _finite_part(sums: _Sums, x: Tensor, y: Tensor, difference: Tensor) -> tuple[Tensor, Tensor, Tensor]:

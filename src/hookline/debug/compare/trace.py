@@ -29,7 +29,7 @@ from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
-from hookline.sites.optimizers import unwrap_optimizer
+from hookline.sites.optimizers import checked_optimizer
 from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import check_model, select, without_scripted
 from hookline.sites.wrappers import unwrap
@@ -95,6 +95,7 @@ def trace(
     wanted = _checked_kinds(kinds)
     if isinstance(step, str) and step not in ("forward", "manual"):
         raise OptionError(f"trace(step={step!r}): a step is 'forward', 'manual', or an optimizer.")
+    optimizers = [] if isinstance(step, str) else _checked_optimizers(step)
     limit, schedule, inner = bytes_of_budget(budget), StepSchedule.of(every), unwrap(model)
     modules, parameters = _chosen(inner, targets, exclude, wanted)
     head = {"kinds": list(wanted), "ranks": rank_count(), "model": type(inner).__name__, "torch": torch.__version__}
@@ -103,13 +104,21 @@ def trace(
     found = Trace(recorder, hooks, Path(to).absolute())
     try:
         hooks.put_on(modules)
-        if not isinstance(step, str):
-            found._follow(step if isinstance(step, list | tuple) else [step])
+        if optimizers:
+            found._follow(optimizers)
         hooks.read_parameters()
         recorder.flush()
     except BaseException:
         found.remove()
         raise
+    return found
+
+
+def _checked_optimizers(given: Any) -> list[Optimizer]:
+    """Return the optimizers whose steps count; raise if there are none, or one takes no hooks."""
+    found = [checked_optimizer(each) for each in (given if isinstance(given, list | tuple) else [given])]
+    if not found:
+        raise OptionError("trace(step=[]): a step is 'forward', 'manual', or an optimizer.")
     return found
 
 
@@ -169,9 +178,9 @@ class Trace:
         # The recorder does not refer to this object: what waits is written when it is deleted, or the process ends.
         self._finalizer = weakref.finalize(self, recorder.close)
 
-    def _follow(self, optimizers: Sequence[Any]) -> None:
-        """Let the steps of optimizers be those of the trace."""
-        self._hooks.optimizers = tuple(map(unwrap_optimizer, optimizers))
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the steps of optimizers, which are inside no wrapper, be those of the trace."""
+        self._hooks.optimizers = tuple(optimizers)
         self._steps = OptimizerSteps(list(optimizers), self._at_step)
 
     @property

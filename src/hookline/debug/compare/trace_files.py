@@ -159,7 +159,7 @@ class TraceWriter:
 
 def _base64(values: Sequence[Any], dtype: str) -> str:
     with np.errstate(over="ignore"):  # sums of a run that diverges can be too large for a sketch
-        return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode("ascii")
+        return base64.b64encode(np.asarray(values, dtype).tobytes()).decode("ascii")
 
 
 def _storable(tensor: Tensor) -> Tensor:
@@ -246,7 +246,8 @@ def read_trace(path: str | Path) -> TraceFolder:
         raise TraceError(
             f"read_trace({str(path)!r}): there is no such folder. Give the folder that trace(to=) was given."
         )
-    folders = {int(each.parent.name[5:]): each.parent for each in path.glob(f"rank_[0-9]*/{_RECORDS}")}
+    own = [each.parent for each in path.glob(f"rank_*/{_RECORDS}")]
+    folders = {int(each.name[5:]): each for each in own if each.name[5:].isdecimal()}
     if not folders:
         raise TraceError(f"{path} is no trace: there is no rank_0/{_RECORDS} in it.")
     problems: list[str] = []
