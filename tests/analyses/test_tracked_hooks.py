@@ -133,3 +133,11 @@ def test_layers_are_found_or_named():
     hl.assert_no_hooks(model)
     with pytest.raises(OptionError, match="beta"):
         FisherInformationHook(beta=1.0)
+
+
+def test_gradient_flow_leaves_out_the_projection_that_attention_never_calls():
+    hook = GradientFlowHook()
+    hook.start(nn.TransformerEncoderLayer(8, 2, 16))
+    names = ("self_attn.out_proj", "linear1", "linear2")
+    assert [hook.tracker.has_component(name) for name in names] == [False, True, True]
+    hook.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -185,6 +185,16 @@ def test_a_budget_ends_the_run_before_a_batch(tmp_path: Path, budget: int) -> No
     by_module = [[each.request for each in records if each.module == name] for name in ("layers.0", "layers.1")]
     assert by_module[0] == by_module[1]
     assert len(by_module[0]) == run.sequences
+
+
+def test_what_has_run_until_an_error_is_kept(tmp_path: Path) -> None:
+    def sequences() -> Iterator[list[int]]:
+        yield from [[1, 2]] * 16
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_activations(Reader(), "layers.1", sequences(), folder=tmp_path, batch_size=1)
+    assert len({record.request for record in read_export(tmp_path)}) == 16
 
 
 def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Path) -> None:

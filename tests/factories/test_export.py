@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import safetensors.torch
@@ -22,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import Tokens, export, read_export, serving
+from hookline.factories import Tokens, export, exporting, read_export, serving
 from hookline.factories.export_files import Shards
 from hookline.factories.exporting import Export, ExportOptions
 
@@ -314,3 +317,25 @@ def test_a_killed_process_leaves_whole_shards_and_a_true_index(tmp_path: Path) -
     for name in whole:
         with safe_open(str(tmp_path / name), "pt") as tensors:
             assert all(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118
+
+
+def test_device_tensors_of_an_item_live_until_their_copies_have_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory could be given to a forward while the side stream still reads it."""
+
+    class DeviceTokens:
+        def with_tensors(self, change: Any) -> None:
+            return None
+
+    item: Any = SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda:0")), ready=MagicMock())
+    item.tokens = DeviceTokens()
+    tokens, lives = weakref.ref(item.tokens), []
+    event = MagicMock()
+    event.return_value.synchronize = lambda: lives.append(tokens() is not None)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    for name in ("Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(exporting, "sent_to_host", lambda tensor: tensor)
+    exporting._ExportQueue(ExportOptions(tmp_path), 1)._bring_to_host(item)
+    assert lives == [True]

@@ -60,6 +60,31 @@ def test_a_batch_that_the_loop_skips_after_its_backward_is_no_part_of_a_step(cle
     assert all(torch.equal(ctx.batch_data[0], x) for ctx, x in zip(steps, batches, strict=True))
 
 
+def test_a_gradient_that_is_clipped_between_two_backwards_of_a_step_is_not_cleared() -> None:
+    loop, seen, losses = Loop(), Seen(), []
+    with loop.follow([seen], loader=loop.loader):
+        for number, batch in enumerate(loop.loader):
+            loss = loop.loss_fn(loop.model, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+            losses.append(float(loss.detach()))
+            if number % 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    found = [ctx.loss for ctx in seen.contexts if ctx.hook_point is POST_STEP]
+    assert found == pytest.approx([sum(losses[at : at + 2]) for at in range(0, 2 * len(found), 2)])
+
+
+def test_no_more_losses_are_kept_than_asked_for_though_one_backward_has_several() -> None:
+    weight, losses = nn.Parameter(torch.ones(())), BackwardLosses(most=1)
+    try:
+        torch.autograd.backward([weight * 1, weight * 2])
+        torch.autograd.backward([weight * 4])
+        assert float(losses.take()) == 3
+    finally:
+        losses.remove()
+
+
 class Marked(torch.Tensor):
     """A tensor whose functions go through ``__torch_function__``."""
 

@@ -293,3 +293,8 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
     assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks
+
+
+def test_an_option_that_is_none_is_left_at_its_usual_value() -> None:
+    run = HostRun(["norms"], on_error=None, flush_every=None, log=None)
+    assert "norms" in run.manager.hooks

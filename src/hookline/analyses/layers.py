@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from hookline.analyses._base import Analysis, mean_of
@@ -299,8 +300,8 @@ class GradientFlowHook(TrackedAnalysis):
     Recipe: ``hookline.HookManager(["gradient_flow"], sinks=[...])``.
 
     The mean starts at zero and is not corrected: after n passes it has 1 − betaⁿ of its height. Gradients of outputs
-    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention`` is never called, so it has
-    none: name the attention as a whole by ``targets``.
+    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention`` is never called and is
+    left out: name the attention as a whole by ``targets``.
 
     Args:
         beta: The share of the old mean that stays at each backward pass.
@@ -334,7 +335,9 @@ class GradientFlowHook(TrackedAnalysis):
         super().__init__(GradientFlowState(beta), targets, exclude, per_unit)
 
     def is_wanted(self, module: nn.Module) -> bool:
-        """Return whether ``module`` multiplies with a matrix; an embedding does not."""
+        """Return whether ``module`` multiplies with a matrix; an embedding does not, and ``out_proj`` is not called."""
+        if isinstance(module, NonDynamicallyQuantizableLinear):  # the type of out_proj, and of nothing else in torch
+            return False
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and is_lazy(weight):  # which has no dimensions yet
             return "Norm" not in type(module).__name__

@@ -6,6 +6,7 @@ after each. `ActivationDataset` reads the result.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import operator
@@ -138,6 +139,10 @@ def export_activations(
                     shards.complete()
                 ran += len(rows)
         shards.complete()
+    except BaseException:  # what has run until then is kept
+        with contextlib.suppress(OSError):
+            shards.complete()
+        raise
     finally:
         shards.close()
     return ExportedRun(ran, shards.bytes, is_full)

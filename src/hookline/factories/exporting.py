@@ -297,11 +297,11 @@ class _ExportQueue:
             return
         cuda: Any = torch.cuda
         stream = self._streams[device] = self._streams.get(device) or cuda.Stream(device)
-        on_device = item.tensor  # until it is copied
+        on_device, tokens = item.tensor, item.tokens  # referred to until they are copied
         with torch.cuda.stream(stream):
             item.ready.wait(stream)
             item.tensor = sent_to_host(on_device)
-            item.tokens = None if item.tokens is None else item.tokens.with_tensors(sent_to_host)
+            item.tokens = None if tokens is None else tokens.with_tensors(sent_to_host)
             arrived = cuda.Event(blocking=True)  # does not spin, as waiting for the stream would
             arrived.record(stream)
         arrived.synchronize()

@@ -101,19 +101,26 @@ class RecordMean(Observer):
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each module so far, in float32 on the CPU."""
+        return {name: mean for name, (mean, _) in self._read().items()}
+
+    def _read(self) -> dict[str, tuple[Tensor, int]]:
+        """Return mean and tokens of each module, of one moment."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             seen = [(name, each.total, each.count) for name, each in self._sums.items() if each.total is not None]
             totals = on_host(total for _, total, _ in seen)
-            return {name: (total.double() / n).float() for (name, _, n), total in zip(seen, totals, strict=True)}
+            pairs = zip(seen, totals, strict=True)
+            return {name: ((total.double() / count).float(), count) for (name, _, count), total in pairs}
 
     def tokens(self) -> dict[str, int]:
         """Return over how many tokens (or samples) each mean is."""
-        return {name: each.count for name, each in self._sums.items() if each.count}
+        with self._lock:
+            return {name: each.count for name, each in self._sums.items() if each.count}
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, the number of tokens and the norm of the mean."""
-        metrics = {f"{name}/tokens": float(count) for name, count in self.tokens().items()}
-        return metrics | {f"{name}/norm": float(mean.norm()) for name, mean in self.means().items()}
+        read = self._read()
+        metrics = {f"{name}/tokens": float(count) for name, (_, count) in read.items()}
+        return metrics | {f"{name}/norm": float(mean.norm()) for name, (mean, _) in read.items()}
 
     def save(self, file: str | Path | None = None) -> Path:
         """Write the means so far to a safetensors file, and return its path."""
@@ -123,8 +130,10 @@ class RecordMean(Observer):
         if target is None:
             raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        tokens = {f"tokens/{name}": str(count) for name, count in self.tokens().items()}
-        replace_file(target, lambda draft: save_file(self.means(), draft, metadata=tokens))
+        read = self._read()
+        means = {name: mean for name, (mean, _) in read.items()}
+        tokens = {f"tokens/{name}": str(count) for name, (_, count) in read.items()}
+        replace_file(target, lambda draft: save_file(means, draft, metadata=tokens))
         return target
 
     def close(self) -> None:

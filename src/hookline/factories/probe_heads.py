@@ -127,12 +127,21 @@ class ProbeHead:
             ) from None
 
 
-def _network(sizes: Sequence[int], seed: int = 0) -> nn.Sequential:
-    """Return linear layers of these sizes with a ReLU between two of them; random streams are left alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        layers = [layer for pair in pairwise(sizes) for layer in (nn.ReLU(), nn.Linear(*pair, device="cpu"))]
+def _network(sizes: Sequence[int]) -> nn.Sequential:
+    """Return linear layers of these sizes with a ReLU between two of them; their numbers are not set."""
+    make: Any = nn.utils.skip_init  # leaves random streams alone
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.ReLU(), make(nn.Linear, *pair, device="cpu"))]
     return nn.Sequential(*layers[1:])
+
+
+def _set_first_numbers(net: nn.Sequential, seed: int) -> None:
+    """Set all matrices and biases as ``nn.Linear`` does, from a random stream of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for each in _linear(net):
+            bound = each.in_features**-0.5
+            each.weight.uniform_(-bound, bound, generator=generator)
+            each.bias.uniform_(-bound, bound, generator=generator)
 
 
 def _linear(net: nn.Sequential) -> list[nn.Linear]:
@@ -198,7 +207,9 @@ def train_probe(
         if bool(y[train].min() == y[train].max()):
             raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
         mean, scale = x[train].mean(0), x[train].std(0).clamp_min(1e-6)
-        net = _network([x.shape[1], hidden, 1] if hidden else [x.shape[1], 1], seed).to(x.device)
+        net = _network([x.shape[1], hidden, 1] if hidden else [x.shape[1], 1])
+        _set_first_numbers(net, seed)
+        net.to(x.device)
         _fit(net, (x[train] - mean) / scale, y[train], weight_decay)
         layers = [(each.weight.detach(), each.bias.detach()) for each in _linear(net)]
         weight, bias = layers[0]

@@ -51,6 +51,7 @@ def make_manager(
     """Return the manager that was given, or one that is made of everything else; and hooks for modules of the model."""
     if loop not in (None, "epoch", "step"):
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
+    options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
         given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
         _check_manager(manager, [name for name, value in given.items() if value is not None])

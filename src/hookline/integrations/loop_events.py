@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
 from hookline.errors import UnhookableError
@@ -46,7 +47,7 @@ class BackwardLosses:
         (model(y).square().mean() / 2).backward()
         losses.take()  # their sum, which is the loss of the step
 
-    Gradients that have changed between two backwards were cleared, and the losses before are no part of a step.
+    When ``zero_grad`` or the loop clears gradients between two backwards, the losses before are no part of a step.
 
     Args:
         scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
@@ -73,13 +74,17 @@ class BackwardLosses:
         self._before: list[Mark] = []
         self._after: list[Mark] = []
         """The marks of the gradients before a backward, and after the last one."""
+        self._is_cleared = False
+        """Whether ``zero_grad`` has changed gradients since the last backward that was noted."""
         self.keeps_all = False
         """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
         BACKWARD.add(self)
+        owners = (Optimizer, nn.Module) if self._looked_at else ()
+        self._ends = [wrapped(owner, "zero_grad", self._zero_grad) for owner in owners]
 
     def take(self, *, first: bool = False) -> Tensor | None:
         """Return their sum, or the first of them, on its device; None if there were none. Begin anew."""
-        noted, self._noted, self.keeps_all = self._noted, [], False
+        noted, self._noted, self.keeps_all, self._is_cleared = self._noted, [], False, False
         own = [one for one in noted if one.is_own] or noted  # if none is, gradients are kept where nobody looks
         if len(own) == 1 and own[0].scale is None:  # the usual case, without any arithmetic
             return own[0].loss
@@ -94,12 +99,14 @@ class BackwardLosses:
 
     def forget(self) -> None:
         """Begin anew: what was noted belongs to no step."""
-        self._noted = []
+        self._noted, self._is_cleared = [], False
         self._on_forget()
 
     def remove(self) -> None:
         """Notice nothing more; may be called again."""
         BACKWARD.discard(self)
+        for end in self._ends:
+            end()
         self._noted = []
 
     # -- called around each backward ---------------------------------------------------------------------
@@ -111,13 +118,29 @@ class BackwardLosses:
     def note(self, loss: Any) -> None:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
         is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-        if phase() != "train" or not is_number or len(self._noted) == self._most:
+        is_full = self._most is not None and len(self._noted) >= self._most
+        if phase() != "train" or not is_number or is_full:
             return
         if not self._begun:
             self._before = list(map(_mark, self._looked_at))
-            if self._noted and self._before != self._after and not self.keeps_all:
+            if self._noted and not self.keeps_all and (self._is_cleared or self._are_all_gone()):
                 self.forget()
         self._begun.append(_Noted(loss.detach(), self._scale()))
+
+    def _are_all_gone(self) -> bool:
+        """Return whether none of the gradients is there that were after the last backward."""
+        return any(self._after) and not any(
+            now for now, then in zip(self._before, self._after, strict=True) if then is not None
+        )
+
+    def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``zero_grad``, and note whether it has cleared gradients of the losses."""
+        if not self._noted or self.keeps_all:
+            return original(*args, **kwargs)
+        before = list(map(mark_of, self._looked_at))
+        found = original(*args, **kwargs)
+        self._is_cleared |= list(map(mark_of, self._looked_at)) != before
+        return found
 
     def marks(self) -> list[Mark]:
         """Return something that changes with the gradients of the model."""

@@ -133,7 +133,7 @@ class FlightRecorder(TrainingHook):
             return
         self._take(self._listener.arrived(wait=True))
         error = sys.exception()
-        if error is not self._handled:
+        if error is not self._handled and not isinstance(error, SystemExit):  # sys.exit() is no error
             self._write_error(error)
         self._listener.remove(quiet=True)
         self._listener = self._handled = None

@@ -243,21 +243,46 @@ class PrecisionFiles:
         self._lock = threading.Lock()
         self.folder: Path | None = None
         """Where this check writes; None before its first line."""
+        self._has_failed = False
 
     def write(self, line: str, stem: str, plain: Tensor) -> None:
         """Write the line of a tensor, and the tensor if that was asked for, in the place of an older one.
 
-        Each line is flushed: a process that is killed leaves all but the last.
+        Each line is flushed: a process that is killed leaves all but the last. A full disk ends the files, not the run.
         """
         with self._lock:
-            if self._log is None:
-                self._log = self._open()
-            self._log.write(f"{line}\n")
-            self._log.flush()
-            if self._save and self.folder is not None:
-                folder = self.folder / f"rank_{this_rank()}"
-                folder.mkdir(exist_ok=True)
-                np.save(folder / f"{stem}.npy", as_numpy(plain), allow_pickle=False)
+            is_first = self.folder is None
+            try:
+                if not self._has_failed:
+                    self._write(line, stem, plain)
+            except OSError as error:
+                if is_first:  # a path that never worked is a mistake, and nothing is lost yet
+                    raise
+                self._fail(error)
+
+    def _write(self, line: str, stem: str, plain: Tensor) -> None:
+        if self._log is None:
+            self._log = self._open()
+        self._log.write(f"{line}\n")
+        self._log.flush()
+        if self._save and self.folder is not None:
+            folder = self.folder / f"rank_{this_rank()}"
+            folder.mkdir(exist_ok=True)
+            np.save(folder / f"{stem}.npy", as_numpy(plain), allow_pickle=False)
+
+    def _fail(self, error: OSError) -> None:
+        """Write nothing more, and say so."""
+        self._has_failed = True
+        log, self._log = self._log, None
+        if log is not None:
+            with suppress(OSError):  # it tries to write the line once more
+                log.close()
+        logger.warning(
+            "[PrecisionCheck] no more lines and tensors are written to %s, because of %s; the run goes on, and the "
+            "records are kept in memory. Next: make room there, or give another path=",
+            self.folder,
+            error,
+        )
 
     def close(self) -> None:
         """Close the log; a later line opens it again."""
