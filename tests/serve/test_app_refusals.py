@@ -382,6 +382,30 @@ def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any
     assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408 if headers else 401] * 2
 
 
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(("pieces", "read"), [(30, 30), (60, 41)])
+def test_the_rest_of_a_body_that_is_too_large_is_dropped(announced: bool, pieces: int, read: int) -> None:
+    """A client that is still sending gets the answer, not a reset connection; four times the limit is read at most."""
+    came: list[int] = []
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        came.append(len(sent))
+        return {"type": "http.request", "body": b"x" * 128, "more_body": len(came) < pieces}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    headers = [(b"content-length", str(pieces * 128).encode())] if announced else []
+    gate = Gate(app, Settings(max_body=1280), lambda *_: None)
+    asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send))
+    assert (sent[0]["status"], came) == (413, [0] * read)
+
+
 def test_a_client_that_does_not_take_its_answer_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     """An answer goes out in pieces, and holds its hidden states until the last: not for ever."""
     sent: list[Any] = []

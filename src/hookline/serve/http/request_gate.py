@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any, Final
 
 from hookline.serve.http.error_answers import Refused, error_body, to_json
@@ -29,6 +30,9 @@ AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
 _PIECE: Final = 1 << 18
 """Bytes of an answer that are sent at a time."""
+_DROP_FACTOR: Final = 4
+"""Of a body that is too large, so many times the limit is read and dropped before the connection is closed: a client
+that is still sending would get a reset connection instead of the answer."""
 
 logger = logging.getLogger("hookline.serve")
 
@@ -84,6 +88,7 @@ class Gate:
             check_local(self._settings, method, path, names)
             body.check_announced(_header(scope, b"content-length"))
         except Refused as refused:
+            await body.drop_rest()
             await _answer(send, refused)
             return
 
@@ -97,6 +102,7 @@ class Gate:
             if body.refused is None:
                 raise
         if body.refused is not None:
+            await body.drop_rest()
             await _answer(send, body.refused)
 
 
@@ -125,17 +131,31 @@ class _LimitedBody:
         if self._has_ended:  # what comes now is the end of the connection, whenever that is
             return await self._receive()
         try:
-            async with asyncio.timeout(self._patience_s):
-                message = await self._receive()
+            message = await self._next()
         except TimeoutError:
             text = f"Nothing came of the body for {self._patience_s:g} s; send it again."
             self.refused = Refused(408, text, headers={"Connection": "close"})
             raise self.refused from None
-        self._seen += len(message.get("body", b""))
-        self._has_ended = message["type"] != "http.request" or not message.get("more_body", False)
         if self._seen > self._limit:
             self.refused = self._too_large()
             raise self.refused
+        return message
+
+    async def drop_rest(self) -> None:
+        """Read on for a while and keep nothing, so that the client is there for the answer."""
+        with suppress(TimeoutError):
+            while not self._has_ended and self._seen <= _DROP_FACTOR * self._limit:
+                await self._next()
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                message = await self._receive()
+        except TimeoutError:
+            self._has_ended = True
+            raise
+        self._seen += len(message.get("body", b""))
+        self._has_ended = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
     def _too_large(self) -> Refused:
