@@ -32,7 +32,6 @@ def _write(path: Path, value: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path, tmp_path: Path) -> None:
     """Hooks of both files are on; after SIGTERM in the middle of eight answers, every one of them is whole, every token
     of them is in the export, every forward in the statistics, and the exit code is 0."""
@@ -55,7 +54,6 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
         assert [hook["name"] for hook in listed] == ["states", "slow", "numbers"]
         assert {hook["origin"] for hook in listed} == {"start"}
         assert "No modules matched hook spec 'typo' patterns=['no.such.*']" in server.said
-        assert "hook 'typo': No module matches 'no.such.*'" in server.said
         assert "Registered forward hook 'states' on model.layers.0" in server.said
         answers = _under_load(url, lambda: server.process.send_signal(signal.SIGTERM))
         assert server.ended() == 0, server.said
@@ -117,7 +115,7 @@ from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.server import Server
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-engine = SimpleNamespace(start=lambda: None, close=time.sleep, is_running=True, counts=dict)
+engine = SimpleNamespace(start=lambda: None, close=time.sleep, is_running=True, has_failed=False, counts=dict)
 sys.exit(not Server(lambda: engine, Settings(drain_s=60)).serve())
 """
 

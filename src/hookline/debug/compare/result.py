@@ -181,7 +181,9 @@ class Comparison(ShownAsTable):
 
     def _legend(self) -> list[str]:
         """Return what the columns mean, and which limit was used."""
-        limits = [f"{name} {limit!r}" for name, limit in self.limit.items() if limit]
+        given = {name: limit for name, limit in self.limit.items() if limit}
+        rounding = f"{given.pop('rounding', 0):g} times rounding ({given.pop('noise', 'not known')})"
+        limits = [f"{name} {limit}" for name, limit in given.items()] or [rounding]
         return [
             "call: step.call; max abs: largest difference; rel L2: norm of the difference / norm of A; rounding: the "
             "rel L2 of it.",
