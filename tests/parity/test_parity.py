@@ -96,7 +96,8 @@ def test_over_http_without_a_look_at_parameters(plant: Any, precision: str) -> N
         plant(served)
     with helpers.served(served) as url:
         found = hl.parity(trainer, url, helpers.prompts(8), reference=reference, **SMALL)
-    wheres = {None: None, helpers.stale_layer: "model.layers.2", helpers.head_in_fp8: "lm_head"}
+    layer = "model.layers.2" if precision == "float32" else "unknown"  # its gap is not beyond what bf16 explains
+    wheres = {None: None, helpers.stale_layer: layer, helpers.head_in_fp8: "lm_head"}
     assert (found.cause and found.cause.where) == wheres.get(plant, "model.layers.1.mlp.down_proj")
     assert found.ok is (plant is None)
 

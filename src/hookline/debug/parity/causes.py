@@ -70,6 +70,9 @@ def find_cause(
         cause = _imitated(pair, before, layers)
     if cause is None and layers is not None and (is_beyond or layers.bad):
         cause, inside = _from_layers(pair, engine, layers, before, tell)
+        is_sure = is_beyond or pair.healthy is not None or not pair.is_wide or cause.name in ("unsure", "router ties")
+        if not is_sure:  # in 16 bits a small fault of all layers stands out in one alone
+            return _unsure("errors of layers stand out; save a healthy pair to compare with"), layers, inside
     elif cause is None and is_beyond:
         cause = _unsure("no known fault closes it, and the engine gives no hidden states")
     if cause is not None and cause.name == "unsure" and not is_beyond:

@@ -5,9 +5,9 @@ is in this process. It calls `attach`, `stream_of` and `with_stream`. `find_caus
 
 To find the layer in which the two part, the engine's hidden states are put into the trainer, module by module: each
 gets what the engine's module got, and its output is compared before it is replaced too. So one forward of the trainer
-tells the error of every layer by itself, and what stays between the log-probs when all layers are healed is the head's. No
-engine is edited for that: states are all it has to give, over HTTP too. The same with the trainer's own states in its
-copy of higher precision says how large an error of rounding is.
+tells the error of every layer by itself, and what stays between the log-probs when all layers are healed is the head's.
+No engine is edited for that: states are all it has to give, over HTTP too. The same with the trainer's own states in
+its copy of higher precision says how large an error of rounding is.
 """
 
 from __future__ import annotations
