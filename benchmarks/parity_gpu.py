@@ -34,14 +34,12 @@ def main() -> None:
     draws = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 32_000, (64,), generator=draws).tolist() for _ in range(asked.sequences)]
     began, stages = time.monotonic(), []
-    engine = hl.serve.Engine(served, max_batch=64, captured_bytes=1 << 33)
 
     def note(text: str) -> None:
         stages.append((time.monotonic() - began, text))
 
-    found = hl.parity(trainer, engine, prompts, new_tokens=asked.tokens - 64, progress=note)
+    found = hl.parity(trainer, served, prompts, new_tokens=asked.tokens - 64, progress=note)
     seconds = time.monotonic() - began
-    engine.close()
     print(found)
     for at, text in stages:
         print(f"{at:6.1f} s  {text}")

@@ -166,12 +166,12 @@ class NoBos:
     """An engine that loses the first token of each prompt, and answers as if it had not."""
 
     def __init__(self, model: Any, length: int = 24) -> None:
-        from hookline.debug.parity.sides import Sampling, open_engine
+        from hookline.debug.parity.sides import Request, open_engine
 
-        self._side, self._how = open_engine(model), Sampling(length)
+        self._side, self._how = open_engine(model), Request(length)
 
     def __call__(self, sequences: Sequence[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        answers = self._side.sample([ids[1:] for ids in sequences], self._how, (), 0)
+        answers = self._side.ask([ids[1:] for ids in sequences], self._how)
         for ids, answer in zip(sequences, answers, strict=True):
             yield [ids[0], *answer.ids], answer.logprobs
 

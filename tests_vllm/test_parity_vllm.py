@@ -25,7 +25,7 @@ def llm(tiny: Path) -> Iterator[Any]:
 def test_a_clean_pair_is_called_clean(llm: Any, reference: Any) -> None:
     found = hl.parity(reference, llm, PROMPTS, new_tokens=12)
     assert found.ok, str(found)
-    assert found.layers is not None
+    assert found.layers
     assert "raw_logprobs" in found.facts["logprobs_mode"]
     assert found.gap.other_likeliest == 0
 

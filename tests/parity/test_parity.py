@@ -84,7 +84,7 @@ def test_a_missing_bos_is_named_without_states(precision: str) -> None:
     finally:
         engine.close()
     assert found.cause.name == "tokens"
-    assert found.layers is None
+    assert not found.layers
 
 
 @pytest.mark.slow
@@ -96,7 +96,8 @@ def test_over_http_without_a_look_at_parameters(plant: Any, precision: str) -> N
         plant(served)
     with helpers.served(served) as url:
         found = hl.parity(trainer, url, helpers.prompts(8), reference=reference, **SMALL)
-    wheres = {None: None, helpers.stale_layer: "model.layers.2", helpers.head_in_fp8: "lm_head"}
+    layer = "model.layers.2" if precision == "float32" else "unknown"  # its gap is not beyond what bf16 explains
+    wheres = {None: None, helpers.stale_layer: layer, helpers.head_in_fp8: "lm_head"}
     assert (found.cause and found.cause.where) == wheres.get(plant, "model.layers.1.mlp.down_proj")
     assert found.ok is (plant is None)
 
@@ -150,13 +151,13 @@ def test_recorded_logprobs_need_no_engine() -> None:
     found = hl.parity(model, None, given)
     assert not found.ok
     assert math.isclose(found.gap.rms, 0.25, rel_tol=1e-3)
-    assert found.worst[0]["sequence"] == 0
+    assert found.worst[0].sequence == 0
 
 
 @pytest.mark.parametrize(
     ("engine", "sequences", "words"),
     [
-        (lambda given: [], [[2, 3]], "gave 0"),
+        (lambda given: [], [[2, 3]], "it gave"),
         (lambda given: [([*ids, 4], [None]) for ids in given], [[2, 3]], "without a log-prob"),
         (lambda given: [([*ids, 9999], [-1.0]) for ids in given], [[2, 3]], "trainer knows"),
         (lambda given: [([2, 7, 8], [-1.0]) for ids in given], [[2, 3]], None),
@@ -165,7 +166,8 @@ def test_recorded_logprobs_need_no_engine() -> None:
         (print, ["a text"], "no tokenizer"),
         (print, [[2, 9999]], "token 9999"),
         (print, [], "no sequences"),
-        (print, [[2, 3], {"prompt": [2], "completion": [3]}], "all of one kind"),
+        (print, [[2, 3], {"prompt": [2], "completion": [3], "logprobs": [-1.0]}], "all of one kind"),
+        (print, [{"prompt": [2], "completion": [3]}], "0 log-probs"),
         ("http://127.0.0.1:9", [[2, 3]], "does not answer"),
         (7, [[2, 3]], "An engine is"),
     ],

@@ -37,8 +37,6 @@ class ParityOptions:
     """How many tokens the engine adds to each prompt."""
     temperature: Annotated[float, Show("NUMBER")] = 1.0
     """At which the engine samples."""
-    watched: Annotated[int, Show("NUMBER")] = 16
-    """So many sequences are looked at layer by layer."""
     max_outside: Annotated[float | None, Show("SHARE")] = None
     """Fail too if more ratios than this leave [0.9, 1.1]."""
     healthy: Annotated[str | None, Show("FILE")] = None
@@ -63,7 +61,6 @@ def parity(arguments: Sequence[str]) -> int:
         prompts,
         new_tokens=options.new_tokens,
         temperature=options.temperature,
-        watched=options.watched,
         healthy=options.healthy,
         progress=lambda text: print(f"hookline: {text}", file=sys.stderr, flush=True),
     )
@@ -81,11 +78,6 @@ def parity(arguments: Sequence[str]) -> int:
 def _read_prompts(path: str) -> list[Any]:
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        return [json.loads(line) for line in lines] if path.endswith(".jsonl") else lines
+    except (OSError, ValueError) as error:
         raise OptionError(f"--prompts {path} cannot be read: {error}") from None
-    if not path.endswith(".jsonl"):
-        return lines
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise OptionError(f"--prompts {path} has a line that is no JSON: {error}") from None

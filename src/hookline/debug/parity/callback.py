@@ -55,26 +55,20 @@ class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not lo
             logger.warning("step %d: trainer and engine were not compared: %s", state.global_step, error)
             return
         logger.warning("step %d: %s", state.global_step, found.sentence)
-        times = found.gap.rms / found.yardstick
-        self._trainer.log({"parity/gap": found.gap.rms, "parity/times": times, "parity/outside": found.gap.outside})
+        gap = found.gap
+        self._trainer.log({"parity/gap": gap.rms, "parity/times": found.times, "parity/outside": gap.outside})
 
     def _sequences(self) -> list[dict[str, Any]]:
         """Return what was sampled last, with the engine's log-probs."""
         if self._trainer is None:
             raise OptionError("Call follow(trainer) once the trainer is made.")
-        kept = getattr(self._trainer, "_buffered_inputs", None) or []
         found = []
-        for batch in kept:
-            logprobs = batch.get("sampling_per_token_logps")
-            if logprobs is None:
+        for batch in getattr(self._trainer, "_buffered_inputs", None) or []:
+            if batch.get("sampling_per_token_logps") is None:
                 raise OptionError("The trainer keeps no log-probs of an engine; it does with use_vllm=True.")
-            for row in range(len(logprobs)):
+            for row, logprobs in enumerate(batch["sampling_per_token_logps"]):
                 asked, given = batch["prompt_mask"][row].bool(), batch["completion_mask"][row].bool()
-                found.append(
-                    {
-                        "prompt": batch["prompt_ids"][row][asked].tolist(),
-                        "completion": batch["completion_ids"][row][given].tolist(),
-                        "logprobs": logprobs[row][given].tolist(),
-                    }
-                )
+                prompt, completion = batch["prompt_ids"][row][asked], batch["completion_ids"][row][given]
+                found.append({"prompt": prompt.tolist(), "completion": completion.tolist()})
+                found[-1]["logprobs"] = logprobs[given].tolist()
         return found[: self._most]

@@ -1,10 +1,14 @@
-"""Show what `parity` found: one sentence, a text, JSON, a page of one file, and healthy numbers for later."""
+"""Hold and show what `parity` found: the gap in numbers, one sentence, a text, JSON, a page, and healthy numbers.
+
+`parity` makes a `Gap` of trainer and engine, a `Group` of each side against itself, and a `Parity` of everything.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -13,41 +17,129 @@ import torch
 from torch import Tensor
 
 from hookline.debug.parity.causes import Cause
-from hookline.debug.parity.gap import Gap
-from hookline.debug.parity.layers import HEAD, LayerErrors
+from hookline.debug.parity.scoring import Answer, LayerError, apart, rms
 from hookline.errors import OptionError
 from hookline.files import replace_file
+from hookline.tables import Table
 
-__all__ = ["Histogram", "Parity", "read_healthy"]
+__all__ = ["Gap", "Group", "Parity", "measure_gap", "ratio_histogram", "read_healthy", "worst_tokens"]
 
-_HARMLESS: Final = ("router ties",)
-_STYLE: Final = """
-:root { color-scheme: light dark; }
-body { margin: 24px; font: 14px/1.5 system-ui, sans-serif; max-width: 900px; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 2px 8px; text-align: left; }
-mark { padding: 0 2px; }
-"""
+_RARE: Final = math.log(0.01)
+_STYLE: Final = ":root { color-scheme: light dark } body { margin: 24px; font: 14px/1.5 system-ui, sans-serif }"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """How many tokens have which ratio of probabilities, trainer over engine."""
+class Group:
+    """Some tokens: how many, how far apart, and the share whose ratio, trainer over engine, is outside [0.9, 1.1]."""
 
-    edges: list[float]
-    gap: list[int]
-    expected: list[int]
-    """The same of the trainer and its copy of higher precision."""
+    tokens: int
+    rms: float
+    outside: float
 
     @classmethod
-    def of(cls, gap: Tensor, expected: Tensor, bins: int = 40) -> Histogram:
-        """Return the histogram of two sets of differences."""
-        most = max(float(gap.abs().quantile(0.995)), float(expected.abs().max()), 1e-9)
-        counts = [
-            torch.histc((-each).clamp(-most, most).float(), bins, -most, most).int().tolist()
-            for each in (gap, expected)
-        ]
-        return cls(torch.linspace(-most, most, bins + 1).exp().tolist(), *counts)
+    def of(cls, differences: Tensor) -> Group:
+        """Return the numbers of differences of log-probs, engine minus trainer."""
+        ratio = (-differences).exp()
+        return cls(len(ratio), rms([differences]), float(((ratio < 0.9) | (ratio > 1.1)).double().mean()))
+
+
+@dataclass(frozen=True)
+class Gap(Group):
+    """The difference of two log-probs of each token, engine minus trainer, in nats."""
+
+    mean: float
+    """With its sign: the engine's log-probs are higher by this. The next three are of its size."""
+    p50: float
+    p99: float
+    max: float
+    other_likeliest: float | None
+    """The share of tokens that are the likeliest for one side and not for the other; None if that is not known."""
+    by_position: dict[str, Group]
+    """Tokens that follow a prefill (the prompt's and the first of an answer), and those that follow a decoded token."""
+    by_class: dict[str, Group]
+    by_sequence: list[Group]
+
+
+def measure_gap(
+    answers: Sequence[Answer], trainer: Sequence[Tensor], is_likeliest: Sequence[list[bool]], special: Collection[int]
+) -> Gap:
+    """Return how far the engine's log-probs are from the trainer's.
+
+    Args:
+        answers: The sequences with the engine's log-probs.
+        trainer: The trainer's of the same tokens.
+        is_likeliest: Whether each is the trainer's likeliest.
+        special: The tokens that the tokenizer calls special.
+    """
+    parts = apart([answer.logprobs for answer in answers], trainer)
+    every = torch.cat(parts)
+    size = every.abs()
+    known = [(answer.is_likeliest, ours) for answer, ours in zip(answers, is_likeliest, strict=True)]
+    differ = [one != other for theirs, ours in known if theirs for one, other in zip(theirs, ours, strict=True)]
+    ids = torch.cat([answer.scored for answer in answers])
+    is_special = torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long))
+    is_rare = (torch.cat(list(trainer)) < _RARE) & ~is_special
+    is_prefill = torch.cat(
+        [torch.arange(len(each.ids) - len(each.logprobs), len(each.ids)) <= each.prompt for each in answers]
+    )
+    classes = {"special": is_special, "rare (p < 1 %)": is_rare, "other": ~is_special & ~is_rare}
+    return Gap(
+        **asdict(Group.of(every)),
+        mean=float(every.mean()),
+        p50=float(size.quantile(0.5)),
+        p99=float(size.quantile(0.99)),
+        max=float(size.max()),
+        other_likeliest=sum(differ) / len(differ) if differ else None,
+        by_position=_groups(every, {"prefill": is_prefill, "decode": ~is_prefill}),
+        by_class=_groups(every, classes),
+        by_sequence=[Group.of(part) for part in parts],
+    )
+
+
+def _groups(every: Tensor, masks: dict[str, Tensor]) -> dict[str, Group]:
+    return {name: Group.of(every[mask]) for name, mask in masks.items() if bool(mask.any())}
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token with one of the largest gaps."""
+
+    sequence: int
+    position: int
+    before: str
+    """The text of the six tokens before it."""
+    token: str
+    trainer: float
+    engine: float
+
+
+def worst_tokens(
+    answers: Sequence[Answer], trainer: Sequence[Tensor], text: Callable[[Sequence[int]], str], most: int = 12
+) -> list[WorstToken]:
+    """Return the tokens with the largest gaps; ``text`` decodes token ids."""
+    found = []
+    for number, (answer, scores) in enumerate(zip(answers, trainer, strict=True)):
+        begin = len(answer.ids) - len(scores)
+        for place, (theirs, ours) in enumerate(zip(answer.logprobs.tolist(), scores.tolist(), strict=True), begin):
+            found.append((abs(theirs - ours), number, place, ours, theirs))
+    return [
+        WorstToken(n, at, text(answers[n].ids[max(0, at - 6) : at]), text(answers[n].ids[at : at + 1]), ours, theirs)
+        for _, n, at, ours, theirs in sorted(found, reverse=True)[:most]
+    ]
+
+
+def ratio_histogram(found: Tensor, expected: Tensor, bins: int = 25) -> dict[str, list[float]]:
+    """Return how many tokens have which ratio, trainer over engine, and how many would if rounding were all."""
+    most = max(float(found.abs().max()), float(expected.abs().max()), 1e-9)
+    counts = [torch.histc((-each).float(), bins, -most, most).tolist() for each in (found, expected)]
+    centres = (torch.arange(bins) + 0.5) / bins * 2 * most - most
+    return {"ratio": centres.exp().tolist(), "found": counts[0], "expected": counts[1]}
+
+
+# -- the result --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,203 +156,107 @@ class Parity:
     cause: Cause | None
     distances: dict[str, float]
     """How far each side is from the trainer's weights in higher precision, in nats rms."""
-    noise: dict[str, Gap]
+    noise: dict[str, Group]
     """Each side against itself: in other batches, padded on the other side, decoded or in one piece."""
-    layers: LayerErrors | None
-    inside: LayerErrors | None
-    """The modules inside of the worst layer."""
-    worst: list[dict[str, Any]]
-    histogram: Histogram
+    layers: dict[str, LayerError]
+    """The error of each layer by itself; empty if the engine gives no hidden states."""
+    inside: dict[str, LayerError]
+    """The same of the modules inside of the worst layer."""
+    worst: list[WorstToken]
+    ratios: dict[str, list[float]]
+    """How many tokens have which ratio of probabilities, and how many if rounding is all."""
     facts: dict[str, str]
     """What is known of the sides."""
-    seconds: float = 0.0
-    names: tuple[str, str] = field(default=("trainer", "engine"))
+    seconds: float
 
     @property
     def ok(self) -> bool:
         """Return whether nothing is beyond what rounding explains."""
-        is_harmless = self.cause is None or self.cause.name in _HARMLESS
-        return is_harmless and not (self.is_beyond and self.cause is None)
+        return not self.is_beyond if self.cause is None else self.cause.name == "router ties"
+
+    @property
+    def times(self) -> float:
+        """Return how many times the gap is what rounding explains."""
+        return self.gap.rms / self.yardstick
 
     @property
     def sentence(self) -> str:
         """Return what was found, in one sentence."""
-        times = self.gap.rms / self.yardstick
-        cause = self.cause
-        if cause is None:
-            what = "unsure where from" if self.is_beyond else f"nothing beyond what {self.precision} explains"
-        elif cause.name == "unsure":
-            what = f"unsure ({cause.text})"
+        if self.cause is not None:
+            where = "unsure" if self.cause.name == "unsure" else self.cause.where
+            what = f"{where} ({self.cause.text})"
         else:
-            what = f"{cause.where} ({cause.text})"
-        said = f"gap {self.gap.rms:.2g} nats rms, {times:.2g} x what {self.precision} explains: {what}"
-        return f"{said}; {100 * self.gap.outside:.1f} % of ratios leave [0.9, 1.1]"
+            what = "unsure where from" if self.is_beyond else f"nothing beyond what {self.precision} explains"
+        said = f"gap {self.gap.rms:.2g} nats rms, {self.times:.2g} x what {self.precision} explains: {what}"
+        return f"{said}; {self.gap.outside:.1%} of ratios leave [0.9, 1.1]"
 
     def __str__(self) -> str:
         gap = self.gap
-        lines = [self.sentence, ""]
-        lines += [
-            f"{name:<10} {text}"
-            for name, text in {"trainer": self.names[0], "engine": self.names[1], **self.facts}.items()
-        ]
-        other = "" if gap.other_likeliest is None else f"   other arg-max {gap.other_likeliest:.2%}"
-        lines += [
-            "",
-            f"{gap.tokens} tokens   mean {gap.mean:+.2g}   |mean| {gap.mean_abs:.2g}   p50 {gap.p50:.2g}   "
-            f"p99 {gap.p99:.2g}   max {gap.max:.2g}{other}",
-            "",
-            _table(("tokens of the gap", "count", "rms", "outside"), self._groups()),
-            "",
-            _table(("yardstick, nats rms", "rms", "outside"), self._yardsticks()),
-        ]
+        groups: dict[str, Group] = {"all": gap, **gap.by_position, **gap.by_class, **self.noise}
+        rows = [(name, f"{each.tokens}", f"{each.rms:.2g}", f"{each.outside:.1%}") for name, each in groups.items()]
+        rows += [(f"{side} from higher precision", "", f"{off:.2g}", "") for side, off in self.distances.items()]
+        rows += [("what rounding explains", "", f"{self.yardstick:.2g}", "")]
+        other = "" if gap.other_likeliest is None else f", likeliest for one side alone {gap.other_likeliest:.2%}"
+        size = f"mean {gap.mean:+.2g}, p50 {gap.p50:.2g}, p99 {gap.p99:.2g}, max {gap.max:.2g}{other}"
+        tables = [Table(("tokens", "count", "rms", "outside"), rows, numbers=(1, 2, 3), foot=(size,))]
         for title, errors in (("local error of a layer", self.layers), ("inside of the worst", self.inside)):
-            if errors is not None:
-                rows = [
-                    (name, f"{errors.found[name]:.2g}", f"{errors.expected[name]:.2g}", f"{times:.1f} x")
-                    for name, times in errors.scale.items()
-                ]
-                lines += ["", _table((title, "found", "expected", ""), rows)]
-        return "\n".join(lines)
-
-    def _groups(self) -> list[tuple[str, ...]]:
-        groups = {**self.gap.by_position, **self.gap.by_class}
-        return [(name, str(each.tokens), f"{each.rms:.2g}", f"{each.outside:.1%}") for name, each in groups.items()]
-
-    def _yardsticks(self) -> list[tuple[str, ...]]:
-        rows = [(f"{side} from higher precision", f"{value:.2g}", "") for side, value in self.distances.items()]
-        rows += [(name, f"{each.rms:.2g}", f"{each.outside:.1%}") for name, each in self.noise.items()]
-        return [*rows, ("what rounding explains", f"{self.yardstick:.2g}", "")]
+            cells = [(n, f"{e.found:.2g}", f"{e.expected:.2g}", f"{e.times:.1f} x") for n, e in errors.items()]
+            tables += [Table((title, "found", "expected", ""), cells, numbers=(1, 2, 3))] if cells else []
+        worst = [
+            (f"{one.sequence}:{one.position}", f"{one.trainer:.3f}", f"{one.engine:.3f}", f"{one.before}⟦{one.token}⟧")
+            for one in self.worst
+        ]
+        tables.append(Table(("worst tokens", "trainer", "engine", "text"), worst, numbers=(1, 2)))
+        facts = "\n".join(f"{name:<14} {text}" for name, text in self.facts.items())
+        return "\n\n".join([self.sentence, facts, *map(str, tables)])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        return {
-            "sentence": self.sentence,
-            "ok": self.ok,
-            "gap": self.gap.to_json(),
-            "yardstick": self.yardstick,
-            "times": self.gap.rms / self.yardstick,
-            "precision": self.precision,
-            "is_beyond": self.is_beyond,
-            "cause": None if self.cause is None else self.cause.to_json(),
-            "distances": self.distances,
-            "noise": {
-                name: {"rms": each.rms, "outside": each.outside, "max": each.max} for name, each in self.noise.items()
-            },
-            "layers": [] if self.layers is None else self.layers.to_json(),
-            "inside": [] if self.inside is None else self.inside.to_json(),
-            "worst_tokens": self.worst,
-            "facts": {"trainer": self.names[0], "engine": self.names[1], **self.facts},
-            "seconds": self.seconds,
-        }
+        return {"sentence": self.sentence, "ok": self.ok, "times": self.times, **asdict(self)}
 
     def save_healthy(self, path: str | Path) -> Path:
         """Write the errors of this pair, which is taken for healthy, to compare later ones with."""
-        if self.layers is None:
+        if not self.layers:
             raise OptionError("The engine gives no hidden states, so that there are no errors of layers to save.")
-        found = {"format": "hookline.parity.healthy", "gap": self.gap.rms, "layers": self.layers.found}
-        replace_file(Path(path), json.dumps(found, indent=1))
+        replace_file(Path(path), json.dumps({name: error.found for name, error in self.layers.items()}, indent=1))
         return Path(path)
 
     def write_html(self, path: str | Path) -> Path:
         """Write a page of one file; return its path."""
         from hookline.report.report_page import whole_page
 
-        tables = [_html_table(("tokens", "count", "rms", "outside"), self._groups())]
-        tables.append(_html_table(("yardstick, nats rms", "rms", "outside"), self._yardsticks()))
-        for title, errors in (("Local error by layer", self.layers), ("Inside of the worst layer", self.inside)):
-            if errors is not None:
-                tables.append(f"<h2>{title}</h2>{_bars(errors)}")
-        rows = [
-            (
-                str(one["sequence"]),
-                str(one["position"]),
-                f"{one['before']}⟦{one['token']}⟧",
-                f"{one['trainer']:.3f}",
-                f"{one['engine']:.3f}",
-            )
-            for one in self.worst
-        ]
-        tables.append(
-            f"<h2>Worst tokens</h2>{_html_table(('sequence', 'position', 'text', 'trainer', 'engine'), rows)}"
-        )
-        facts = _html_table(("", ""), [("trainer", self.names[0]), ("engine", self.names[1]), *self.facts.items()])
-        picture = f"<h2>Ratios, trainer over engine, and what rounding gives</h2>{_drawn(self.histogram)}"
-        body = f"<h1>Trainer and engine</h1><p><b>{escape(self.sentence)}</b></p>{facts}{picture}{''.join(tables)}"
-        page = whole_page(body, title="Trainer and engine", style=_STYLE, attributes=" data-ready")
+        ratios = [(f"{ratio:.3f}", *counts) for ratio, *counts in zip(*self.ratios.values(), strict=True)]
+        layers = [(name, error.times, 1.0) for name, error in {**self.layers, **self.inside}.items()]
+        body = f"<h1>Trainer and engine</h1><p><b>{escape(self.sentence)}</b></p>"
+        body += f"<h2>Ratios, trainer over engine; the mark is what rounding gives</h2>{_bars(ratios)}"
+        body += f"<h2>Error by layer; the mark is what rounding gives</h2>{_bars(layers)}"
+        body += f"<pre>{escape(str(self))}</pre>"
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        page = whole_page(body, title="Trainer and engine", style=_STYLE, attributes=" data-ready")
         replace_file(Path(path), page)
         return Path(path)
+
+
+def _bars(rows: Sequence[tuple[str, float, float]]) -> str:
+    """Draw a bar for each row: its name, its value, and a mark where another value lies."""
+    most = max((max(value, mark) for _, value, mark in rows), default=1.0)
+    parts = [f'<svg width="800" height="{16 * len(rows)}" font-size="12" fill="currentColor">']
+    for number, (name, value, mark) in enumerate(rows):
+        top, width, at = 16 * number, 400 * value / most, 260 + 400 * mark / most
+        parts.append(f'<text x="0" y="{top + 12}">{escape(name)}</text>')
+        parts.append(f'<rect x="260" y="{top + 2}" width="{width:.1f}" height="12" fill="#4a7fb5"/>')
+        parts.append(f'<rect x="{at:.1f}" y="{top}" width="3" height="16" fill="#c0392b"/>')
+        parts.append(f'<text x="{270 + max(width, at - 260):.1f}" y="{top + 12}">{value:.3g}</text>')
+    return "".join([*parts, "</svg>"])
 
 
 def read_healthy(path: str | Path, names: Sequence[str]) -> dict[str, float]:
     """Return the errors of a healthy pair that `Parity.save_healthy` wrote; raise if they are of another model."""
     try:
-        layers = {str(name): float(error) for name, error in json.loads(Path(path).read_text())["layers"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        layers = {str(name): float(error) for name, error in json.loads(Path(path).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise OptionError(f"{path} has no healthy numbers ({error!r}); write them with --save-healthy.") from None
     missing = [name for name in names if name not in layers]
     if missing:
         raise OptionError(f"{path} is of another model: it has no {missing[0]!r}.")
     return layers
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if not n else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    )
-
-
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _bars(errors: LayerErrors) -> str:
-    """Return a bar for each module: its error as a multiple of what is expected."""
-    scale = errors.scale
-    most = max([*scale.values(), errors.limit])
-    lines = []
-    for number, (name, times) in enumerate(scale.items()):
-        colour = "#c0392b" if name in errors.bad else "#4a7fb5"
-        said = "log-probs" if name == HEAD else "outputs"
-        lines.append(
-            f'<text x="0" y="{20 * number + 14}">{escape(name)}</text><rect x="240" y="{20 * number + 3}" height="14" '
-            f'width="{400 * times / most:.1f}" fill="{colour}"><title>{said} apart by {errors.found[name]:.2g}</title>'
-            "</rect>"
-            f'<text x="{250 + 400 * times / most:.1f}" y="{20 * number + 14}">{times:.2g} x</text>'
-        )
-    return _svg(720, 20 * len(scale), "".join(lines))
-
-
-def _drawn(histogram: Histogram) -> str:
-    """Return bars of the ratios found, and a line of those that rounding gives."""
-    most = max([*histogram.gap, *histogram.expected, 1])
-    width = 640 / len(histogram.gap)
-    bars = "".join(
-        f'<rect x="{n * width:.1f}" y="{180 - 170 * count / most:.1f}" width="{width - 1:.1f}" '
-        f'height="{170 * count / most:.1f}" fill="#4a7fb5"/>'
-        for n, count in enumerate(histogram.gap)
-    )
-    points = " ".join(
-        f"{(n + 0.5) * width:.1f},{180 - 170 * count / most:.1f}" for n, count in enumerate(histogram.expected)
-    )
-    line = f'<polyline points="{points}" fill="none" stroke="#c0392b" stroke-width="2"/>'
-    marks = "".join(
-        f'<text x="{x}" y="196" text-anchor="{anchor}">{value:.3g}</text>'
-        for x, anchor, value in (
-            (0, "start", histogram.edges[0]),
-            (320, "middle", 1.0),
-            (640, "end", histogram.edges[-1]),
-        )
-    )
-    return _svg(660, 200, bars + line + marks)
-
-
-def _svg(width: int, height: int, inner: str) -> str:
-    return f'<svg width="{width}" height="{height}" font-size="12" fill="currentColor">{inner}</svg>'
