@@ -192,9 +192,7 @@ class _Stopped(BaseException):
     """A signal came."""
 
 
-def attach_at_start(
-    engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, strict: bool = True
-) -> None:
+def attach_at_start(engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, strict: bool = True) -> None:
     """Attach the hooks of files, all or none.
 
     Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
