@@ -278,6 +278,16 @@ def test_the_plugin_does_nothing_unless_it_is_asked(monkeypatch: pytest.MonkeyPa
         register()
 
 
+def test_a_hook_that_does_not_fire_is_named_in_the_log(attached: Any, caplog: Any) -> None:
+    """Once, after a few forwards, without a report."""
+    head = {**STATS, "name": "head", "target_modules": ["lm_head"]}  # read and never called
+    runner, _ = attached(STATS, head)
+    for _ in range(5):
+        runner.run(_steps()[0])
+    assert caplog.text.count("has not fired") == 1
+    assert "hook 'head' has not fired on lm_head in 3 forwards" in caplog.text
+
+
 def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path, caplog: Any) -> None:
     """A file for each worker, named by machine and device; a folder that cannot be made is told once."""
     caplog.set_level(logging.INFO)

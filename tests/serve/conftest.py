@@ -22,7 +22,7 @@ def tiny(folder):
 
 @pytest.fixture
 def engine(tiny):
-    made = Engine(*tiny)
+    made = Engine(*tiny, allow=None)
     made.start()
     yield made
     made.close(0.0)

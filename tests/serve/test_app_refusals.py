@@ -62,6 +62,9 @@ def _error(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 BAD_BODIES = {
     "no prompt": ({}, "$.prompt", "required"),
+    "a mistyped prompt": ({"promt": "a"}, "$.promt", "Did you mean 'prompt'?"),
+    "a number for a prompt": ({"prompt": 5}, "$.prompt", "prompt: expected a valid string, got 5."),
+    "a key with a space": ({"prompt": "a", "a b": 1}, "$.a b", "has no 'a b'"),
     "an empty prompt": ({"prompt": ""}, "$.prompt", "at least 1"),
     "an object for a prompt": ({"prompt": {"a": 1}}, "$.prompt", "valid string"),
     "a list of both": ({"prompt": ["a", 1]}, "$.prompt", "valid string"),

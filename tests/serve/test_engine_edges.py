@@ -174,6 +174,22 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     assert "Closing hook" in caplog.text
 
 
+def test_a_hook_that_hangs_in_its_close_does_not_keep_others_on(tiny) -> None:
+    """Others are removed and closed meanwhile."""
+    engine = started(*tiny)
+    slow, other = (engine.hooks.add({"target_modules": [LAYER], "hook_factory": Slow}) for _ in range(2))
+    threads = [threading.Thread(target=engine.hooks.remove, args=(live.id,)) for live in (slow, other)]
+    threads[0].start()
+    assert slow.hook.is_closing.wait(PATIENCE)
+    other.hook.may_close.set()
+    threads[1].start()
+    threads[1].join(5.0)
+    assert (other.hook.closed, slow.hook.closed) == (True, False)
+    slow.hook.may_close.set()
+    threads[0].join(PATIENCE)
+    engine.close()
+
+
 def test_a_compiled_model_is_refused(tiny) -> None:
     """Hooks come and go while it is served, and each change would have it compiled again."""
     with pytest.raises(OptionError, match="is compiled"):

@@ -19,6 +19,7 @@ from hookline.errors import (
     HookNameError,
     HookSignatureError,
     NoMatchError,
+    NotAllowedError,
     OptionError,
 )
 from hookline.factories import current_tokens
@@ -29,7 +30,7 @@ LAYER = "model.layers.0"
 
 @pytest.fixture
 def engine(tiny):
-    made = Engine(*tiny)
+    made = Engine(*tiny, allow=("hookline.factories", __name__))
     made.start()
     yield made
     made.close(0.0)
@@ -147,7 +148,7 @@ def test_a_hook_that_raises_is_switched_off_and_requests_go_on(tiny, engine, cap
 @pytest.mark.parametrize("given", ["spec", "engine"])
 def test_a_spec_or_the_engine_may_ask_for_errors_to_be_raised(tiny, given) -> None:
     """The requests of that batch fail with the hook's own words, and the next is answered when it is off."""
-    engine = started(*tiny, on_error="raise" if given == "engine" else "disable")
+    engine = started(*tiny, allow=None, on_error="raise" if given == "engine" else "disable")
     options = {"on_error": "raise"} if given == "spec" else {}
     live = engine.hooks.add(spec("counting", config={"fails_at": 2}, **options))
     answer = ask(engine, max_tokens=9).wait()
@@ -198,8 +199,8 @@ def test_nothing_is_half_attached(tiny, engine, wrong, error, says) -> None:
     assert engine.between(lambda: hl.attached(tiny[0])).result(PATIENCE) == []
 
 
-def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(engine, caplog) -> None:
-    """``allow=None``, not strict: one line of log for the one that matches nothing, and its hook is closed."""
+def test_start_up_files_pass_over_what_matches_nothing(engine, caplog) -> None:
+    """Not strict: one line of log for the one that matches nothing, and its hook is closed."""
     before = len(MADE)
     specs = [spec("counting", name="a"), spec("counting", "nowhere.*", name="b"), spec("counting", "lm_head", name="c")]
     added = engine.hooks.add_all(specs)
@@ -211,9 +212,19 @@ def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(eng
     assert [made.closed for made in MADE[before:]] == [0, 1, 0]
 
 
+def test_paths_of_other_packages_are_refused_unless_the_engine_allows_them(tiny) -> None:
+    """By default those of `hookline.factories` alone; the factory itself is no path."""
+    engine = Engine(*tiny)
+    with pytest.raises(NotAllowedError, match="not allowed"):
+        engine.hooks.add(spec("counting"))
+    engine.hooks.add({"target_modules": [LAYER], "hook_factory": "hookline.factories:log_shapes"})
+    engine.hooks.add({"target_modules": [LAYER], "hook_factory": counting})
+    engine.close()
+
+
 def test_closing_the_engine_flushes_its_hooks_after_the_last_answer(tiny) -> None:
     """Also one whose close raises does not keep the others open."""
-    engine = Engine(*tiny)
+    engine = Engine(*tiny, allow=None)
     lives = engine.hooks.add_all([spec("counting") for _ in range(3)])
     lives[1].hook.close = lambda: 1 // 0
     engine.start()

@@ -208,8 +208,9 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
             max_waiting=options.max_waiting,
             max_sequence=options.max_sequence,
             captured_bytes=options.captured_bytes,
+            allow=options.allow or None,
         )
-        attach_at_start(engine, specs, allow=options.allow or None, strict=not options.no_strict)
+        attach_at_start(engine, specs, strict=not options.no_strict)
         return engine
 
     return make

@@ -292,6 +292,7 @@ class LiveHooks:
         model: nn.Module,
         between: Between = at_once,
         *,
+        allow: Iterable[str] | None = None,
         on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
     ) -> None:
@@ -299,14 +300,15 @@ class LiveHooks:
         self._widths = widths or {}
         """How many numbers the output of a module has for a token, where that is known."""
         self._between = between
+        self._allow = allow
         self._on_error = on_error
         self._live: dict[str, LiveHook] = {}
         self._numbered = 0
         self._is_closed = False
         self._lock = threading.RLock()
         """Held while hooks come and go: once the engine is over, any thread may do it at once."""
-        self._closing = threading.RLock()
-        """Held while removed hooks write what they have. Of a thread: a hook may close the engine in its close."""
+        self._closing: dict[threading.Event, int] = {}
+        """What says that removed hooks have written what they have, and the thread that closes them."""
 
     @property
     def is_active(self) -> bool:
@@ -339,7 +341,7 @@ class LiveHooks:
         Args:
             spec: A dictionary, in which ``on_error`` is the engine's unless it says otherwise; or a `HookSpec`, which
                 is taken at its word.
-            allow: What paths of factories may begin with; None allows all.
+            allow: What paths of factories may begin with; None: what the engine allows.
             strict: Every pattern has to match; with False, one of them.
             origin: Where the spec came from.
             patience_s: How long to wait for the running forward; None waits to its end.
@@ -368,6 +370,7 @@ class LiveHooks:
 
         Each spec uses up a number, attached or not: the workers of one engine have the same ids for the same hooks.
         """
+        allow = self._allow if allow is None else allow
         allowed = None if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
         return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
 
@@ -401,8 +404,10 @@ class LiveHooks:
 
     def wait_until_closed(self, patience_s: float | None = None) -> None:
         """Wait, at most `patience_s`, for removed hooks that another thread is closing."""
-        if self._closing.acquire(timeout=-1 if patience_s is None else patience_s):
-            self._closing.release()
+        deadline = None if patience_s is None else time.monotonic() + patience_s
+        for done, thread in list(self._closing.items()):
+            if thread != threading.get_ident():  # a hook may close the engine in its close
+                done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     # -- between two forwards --------------------------------------------------------------------------------
 
@@ -457,11 +462,16 @@ class LiveHooks:
         closing = {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}
         if not closing:
             return
-        with self._closing:
+        done = threading.Event()
+        self._closing[done] = threading.get_ident()
+        try:
             for hook, live in closing.values():
                 error = close_hook(hook)
                 if error is not None and live is not None:
                     live.policy.count(live.name, error, "in close")
+        finally:
+            del self._closing[done]
+            done.set()
 
     def _metrics(self) -> dict[str, dict[str, float]]:
         with_metrics = (live for live in self._live.values() if callable(getattr(live.hook, "to_metrics", None)))

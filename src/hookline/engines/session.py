@@ -8,7 +8,7 @@ tokens are in a forward (`Tokens`), and when a request begins and ends. Imports 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class Session:
     Args:
         model: The model.
         between: Runs an act while no forward is running.
+        allow: What paths of factories of the engine's hooks may begin with; None allows all.
         on_error: What an exception in a hook of the engine does, unless its spec says.
         widths: How many numbers the output of a module has for a token, where that is known.
         outputs: Modules whose output has a row for each token; None if the engine does not know.
@@ -55,6 +56,7 @@ class Session:
         model: nn.Module,
         between: Between = at_once,
         *,
+        allow: Iterable[str] | None = None,
         on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
         outputs: Container[str] | None = None,
@@ -62,7 +64,7 @@ class Session:
         stream: Any = _main,
     ) -> None:
         self.model = model
-        self.live = LiveHooks(model, between, on_error=on_error, widths=widths)
+        self.live = LiveHooks(model, between, allow=allow, on_error=on_error, widths=widths)
         """Hooks of the engine."""
         self._own = LiveHooks(model, between, widths=widths)
         """Those of single requests, which nobody else is shown."""

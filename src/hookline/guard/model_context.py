@@ -121,10 +121,6 @@ class ModelDataContext:
         found = {name: parked.get(p) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
-    def current_batch(self) -> Any:
-        """Return the batch of the step; raise at a point that has none."""
-        return self._batch_for(None, "current_batch")
-
     def batch_loss(self, batch: Any = None) -> Tensor:
         """Return the loss on one batch, in training mode and without gradients; modes stay as they are."""
         loss_fn, batch = self._loss_of("batch_loss"), self._batch_for(batch, "batch_loss")

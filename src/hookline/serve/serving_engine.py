@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,6 +74,7 @@ class Engine:
         captured_bytes: Hidden states that all requests together may want, from when a request runs until it has ended
             (or is released, see `submit_all`). One that could want more than that by itself is refused; others wait
             until there is room, and requests that want none pass them meanwhile.
+        allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
         on_error: What an exception in a hook does, unless its spec says: ``"disable"``, ``"warn"`` or
             ``"raise"``, which fails the requests of that batch.
     """
@@ -87,6 +88,7 @@ class Engine:
         max_waiting: int = 256,
         max_sequence: int | None = None,
         captured_bytes: int = 1 << 30,
+        allow: Iterable[str] | None = ("hookline.factories",),
         on_error: str = "disable",
     ) -> None:
         _check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
@@ -100,6 +102,7 @@ class Engine:
         self._session = self._forward.session = Session(
             model,
             self.between,
+            allow=allow,
             on_error=on_error,
             widths=self.widths,
             outputs=self.widths,

@@ -150,12 +150,6 @@ def _in_blocks(members: list[Named], blocks: list[str], layers: int | slice) -> 
     return [(name, module) for name, module in members if any(_is_below(f"{name}.", each) for each in chosen)]
 
 
-def block_of(model: nn.Module, name: str) -> int | None:
-    """Return the number of the block that a module is, or is in; None outside of blocks."""
-    blocks = [each for each, _ in _roles(model)["resid"]]
-    return next((number for number, each in enumerate(blocks) if _is_below(f"{name}.", each)), None)
-
-
 def _roles(model: nn.Module) -> dict[str, list[Named]]:
     tree = _Tree(model)
     stacks = _stacks(tree)

@@ -35,7 +35,7 @@ from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
-__all__ = ["KINDS", "HookSpec", "error_of_faults", "option_errors", "resolve_callable"]
+__all__ = ["KINDS", "HookSpec", "error_of_faults", "fault_to_tell", "option_errors", "resolve_callable"]
 
 _ON_FUNCTION: Final = "function_"
 _UNKNOWN_KEY: Final = "unexpected_keyword_argument"
@@ -175,10 +175,14 @@ def option_errors(kind: type) -> Iterator[None]:
         raise error_of_faults(error.errors(), kind) from None
 
 
+def fault_to_tell(faults: Sequence[Any]) -> Any:
+    """Return the fault of ``ValidationError.errors()`` to tell: a key that is missing may be there, mistyped."""
+    return next((each for each in faults if each["type"] == _UNKNOWN_KEY), faults[0])
+
+
 def error_of_faults(faults: Sequence[Any], kind: type | None = None) -> HooklineError:
     """Return what to tell of ``ValidationError.errors()``; ``kind`` is the dataclass that was read, if it is known."""
-    # A key that is missing may be there, mistyped.
-    fault = next((each for each in faults if each["type"] == _UNKNOWN_KEY), faults[0])
+    fault = fault_to_tell(faults)
     raised = fault.get("ctx", {}).get("error")
     if isinstance(raised, HooklineError):
         return raised

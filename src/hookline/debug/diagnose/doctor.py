@@ -34,7 +34,7 @@ from hookline.sites.targets import check_model
 from hookline.sites.wrappers import clean_modules, unwrap, walk
 from hookline.tables import Table
 
-__all__ = ["OURS", "UNKNOWN", "Diagnosis", "FoundHook", "SilentSite", "doctor", "hooks_by_module", "hooks_of_process"]
+__all__ = ["OURS", "Diagnosis", "FoundHook", "SilentSite", "doctor", "hooks_by_module", "hooks_of_process"]
 
 OURS: Final = "hookline"
 UNKNOWN: Final = "unknown"

@@ -33,7 +33,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.hook_types import Target
 
-__all__ = ["BadOperationFinder", "KeptStep", "KeptSteps", "RunParts", "SaveAttributes", "StateMarks"]
+__all__ = ["BadOperationFinder"]
 
 logger = logging.getLogger("hookline.debug.first_bad")
 

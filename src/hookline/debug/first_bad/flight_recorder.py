@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
 
-__all__ = ["Flight", "FlightRecorder", "Streams", "read_flight", "write_flight"]
+__all__ = ["Flight", "FlightRecorder", "Streams", "read_flight"]
 
 logger = logging.getLogger("hookline.debug.flight_recorder")
 

@@ -28,7 +28,7 @@ from hookline.tree import leaves
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
-__all__ = ["FollowedSteps", "KeptForward"]
+__all__ = ["FollowedSteps"]
 
 _NO_LOSS: Final = (
     "forward and backward of the model were run again, from what it was given and the gradients that came back; the "

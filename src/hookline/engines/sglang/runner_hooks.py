@@ -42,6 +42,8 @@ __all__ = ["AROUND_CAPTURE", "CAN_RUN_GRAPH", "RUNNER", "SglangHooks", "hooks_of
 
 logger = logging.getLogger("hookline.engines.sglang")
 
+_LOOK_AFTER: Final = 3
+"""Forwards after which hooks that have not fired are named: a prompt and two tokens."""
 _REPORT_EVERY: Final = 100
 """Forwards between two reports: reading metrics waits for the device."""
 _FORGET_AFTER: Final = 1024
@@ -151,6 +153,8 @@ class SglangHooks:
             self._results.fail_running(OptionError(f"What hooks found in a forward could not be read ({error!r})."))
             self._log_once(f"what hooks found in a forward could not be read: {type(error).__name__}: {error}")
         self.steps += 1
+        if self.steps == _LOOK_AFTER:
+            self._name_silent()
         if self.steps % _REPORT_EVERY == 0:
             self.write_report()
         for rid in [rid for rid, step in self._seen.items() if self.steps - step > _FORGET_AFTER]:
@@ -205,6 +209,11 @@ class SglangHooks:
             replace_file(folder / f"{socket.gethostname()}-{self._place}.json", content)
         except Exception as error:
             self._log_once(f"the report cannot be written: {type(error).__name__}: {error}")
+
+    def _name_silent(self) -> None:
+        for live in self.list():
+            for name, cause in live.silent_sites().items():
+                logger.warning("hook %r has not fired on %s in %d forwards: %s", live.name, name, self.steps, cause)
 
     def _log_once(self, words: str) -> None:
         if not self._has_logged:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.place import WatchedPlace
 
-__all__ = ["ArrivingSteps", "PlaceRow", "RowPart", "StepListener", "StepRows", "copy_to_host", "listen"]
+__all__ = ["ArrivingSteps", "RowPart", "StepListener", "StepRows", "listen"]
 
 _MOST_PARTS: Final = 256
 """Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""

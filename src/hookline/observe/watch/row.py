@@ -33,7 +33,6 @@ __all__ = [
     "NAN",
     "SQUARES",
     "SUM",
-    "ZEROS",
     "Layout",
     "as_metrics",
     "merge",
@@ -50,7 +49,7 @@ _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
 _NAMES: Final = (*DEFAULT_STATS, *sorted(_DETAILS), *sorted(_BY_UNIT))
 _OVER: Final = "over:"
 _ADDED: Final = ("fires", "count", "sum", "squares", "zeros", "bad", "nan", "inf")
-FIRES, COUNT, SUM, SQUARES, ZEROS, BAD, NAN, INF = range(len(_ADDED))
+FIRES, COUNT, SUM, SQUARES, _ZEROS, BAD, NAN, INF = range(len(_ADDED))
 """The first columns: firings, numbers, their sum, that of their squares, zeros, firings with something that is not
 finite, NaN, infinities."""
 _KEPT: Final = ("-min", "max", "-finite_min", "finite_max")

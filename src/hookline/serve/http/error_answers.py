@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hookline.errors import EngineBusy, EngineClosed, Hint, HooklineError, NotAllowedError
-from hookline.specs.hook_spec import error_of_faults
+from hookline.specs.hook_spec import error_of_faults, fault_to_tell
 
 __all__ = ["Refused", "error_body", "refusal_from_error", "refusal_from_validation", "to_json"]
 
@@ -80,14 +80,19 @@ def refusal_from_error(error: BaseException, words: Mapping[Hint, str] | None = 
 
 
 def refusal_from_validation(faults: Sequence[Mapping[str, Any]], kind: type | None = None) -> Refused:
-    """Return the answer to a body that pydantic did not take as a ``kind``; it names the first mistake."""
-    first = faults[0]
+    """Return the answer to a body that pydantic did not take as a ``kind``; it names one mistake."""
+    first = fault_to_tell(faults)
     if first["type"] == "json_invalid":
         return Refused(400, f"The body is not JSON: {first.get('ctx', {}).get('error', 'malformed')}.")
-    written = [{**fault, "loc": [part for part in fault["loc"] if part != "body"]} for fault in faults]
-    if not written[0]["loc"] and "error" not in first.get("ctx", {}):
+    parts = [part for part in first["loc"] if part != "body"]
+    place = [*parts[:1], *filter(_is_of_body, parts[1:])]
+    if not place and "error" not in first.get("ctx", {}):
         text = "The body is a JSON object with Content-Type: application/json; see /openapi.json for its keys."
         return Refused(400, text, param="$")
-    error = error_of_faults(written, kind)
-    place = written[0]["loc"][:1]
-    return Refused(400, error.text(dict.fromkeys(Hint, ""))[:_LONGEST], param=".".join(["$", *map(str, place)]))
+    error = error_of_faults([{**first, "loc": place}], kind)
+    return Refused(400, error.text(dict.fromkeys(Hint, ""))[:_LONGEST], param=".".join(["$", *map(str, place[:1])]))
+
+
+def _is_of_body(part: str | int) -> bool:
+    """Return whether a part of the place of a fault is in the body; others name the type that pydantic tried."""
+    return isinstance(part, int) or part.isidentifier()

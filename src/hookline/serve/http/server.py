@@ -192,15 +192,13 @@ class _Stopped(BaseException):
     """A signal came."""
 
 
-def attach_at_start(
-    engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, allow: Sequence[str] | None, strict: bool = True
-) -> None:
+def attach_at_start(engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, strict: bool = True) -> None:
     """Attach the hooks of files, all or none.
 
     Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
     """
     try:
-        engine.hooks.add_all(specs, allow=allow, strict=strict, origin="start")
+        engine.hooks.add_all(specs, strict=strict, origin="start")
     except NoMatchError as error:
         error.add_note("With --no-strict, such a hook is passed over.")
         raise
