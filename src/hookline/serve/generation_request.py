@@ -67,6 +67,7 @@ class GenerationRequest(Sampling):
     """The prompt in tokens, at least one."""
     max_tokens: Length = 16
     """How many tokens the answer has at most; with 0 the prompt is run, for its hidden states, and nothing sampled."""
+    _: dataclasses.KW_ONLY
     logprobs: Annotated[StrictInt, Field(ge=0, le=64)] | None = None
     """Also give the log probability of each token and of so many of the likeliest; None gives neither."""
     states: StatesWanted | None = None
