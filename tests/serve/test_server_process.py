@@ -254,7 +254,7 @@ def test_an_engine_that_fails_ends_the_process_with_1(monkeypatch: pytest.Monkey
 
     def failed(self: Server) -> None:
         self._listen()
-        self.serving.has_failed = True
+        self.serving.engine = SimpleNamespace(has_failed=True, close=lambda seconds: None)  # type: ignore[assignment]
 
     monkeypatch.setattr(Server, "start", failed)
     assert main(["serve", "--model", "anywhere", "--port", "0"]) == 1
