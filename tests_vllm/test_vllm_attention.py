@@ -11,13 +11,13 @@ import torch
 from helpers_vllm import ROUNDING, greedy, running_engine
 
 import hookline as hl
-from hookline.engines.vllm import VllmHooks, engine_options
+from hookline.engines.vllm import HookExtension, VllmHooks, engine_options
 
 PROMPT = [9, 10, 11, 12, 13, 14]
 PARTS = ("q", "k", "v", "z")
 
 
-class InsideExtension:
+class InsideExtension(HookExtension):
     """Capture inside of attention, in the worker."""
 
     def begin_capture(self) -> None:
@@ -37,7 +37,7 @@ class InsideExtension:
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[Any]:
-    options = engine_options(combine_with="test_vllm_attention.InsideExtension")
+    options = {**engine_options(), "worker_extension_cls": "test_vllm_attention.InsideExtension"}
     with running_engine(tiny, **options) as found:
         yield found
 
