@@ -7,12 +7,19 @@ says what the run is doing, a forward that began in training mode with gradients
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
 
-__all__ = ["ALL_PHASES", "ENTERED", "PHASES", "During", "Phases", "in_phase", "known_phase", "phase", "validate_phases"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "ALL_PHASES", "ENTERED", "PHASES", "During", "Phases", "in_eval_mode", "in_phase", "known_phase", "phase",
+    "validate_phases",
+]  # fmt: skip
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
@@ -41,6 +48,18 @@ ENTERED: Final = _Entered()
 def phase() -> str:
     """Return the phase that was entered last, by whichever thread; "train" if none was."""
     return ENTERED.phase
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode for a block, and each back into its own: some may be frozen."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def known_phase() -> str | None:

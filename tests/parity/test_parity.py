@@ -117,6 +117,35 @@ def test_nothing_of_the_trainer_is_changed() -> None:
     assert not any(module._forward_hooks for module in trainer.modules())
 
 
+def _trained(between: Callable[[Any], object]) -> tuple[Any, list[bool]]:
+    """Train for 20 steps with dropout, and one module in eval mode; call `between` now and then."""
+    model = helpers.llama().train()
+    model.model.norm.eval()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    for step in range(20):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (3, 12):
+            between(model)
+    return [each.detach().clone() for each in model.parameters()], [each.training for each in model.modules()]
+
+
+def test_a_training_that_is_compared_on_the_way_ends_with_the_same_bits() -> None:
+    """Modes of single modules too; a draw in between, which is not guarded, is noticed."""
+    plain, modes = _trained(lambda model: None)
+    served = helpers.llama().eval()
+    found, after = _trained(lambda model: hl.parity(model, served, helpers.prompts(2), **SMALL))
+    assert after == modes
+    assert all(map(torch.equal, found, plain))
+    drawn, _ = _trained(lambda model: torch.rand(1))
+    assert not all(map(torch.equal, drawn, plain))
+
+
 def test_healthy_numbers_show_smaller_faults(tmp_path: Path) -> None:
     def plant(model: Any) -> None:
         helpers.stale_layer(model, 0.006)

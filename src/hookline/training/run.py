@@ -29,7 +29,7 @@ from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import to_host
 from hookline.lifecycle.ranks import OneProcess
 from hookline.messages import type_name
-from hookline.phases import in_phase
+from hookline.phases import in_eval_mode, in_phase
 from hookline.sites.wrappers import clean_modules
 from hookline.training.experiment import MicroBatches, StepResult, as_result, bare_model
 from hookline.training.ranks import RankModel, check_alike, warn_of_join
@@ -204,17 +204,13 @@ class Run:
     def _evaluation(self) -> dict[str, Any]:
         """Return the experiment's metrics; modes, random streams and trackers are as before afterwards."""
         model = self.experiment.model
-        modes = [(module, module.training) for module in model.modules()]
         random = RandomStates()
         try:
-            with in_phase("eval"), torch.no_grad():
-                model.eval()
+            with in_phase("eval"), torch.no_grad(), in_eval_mode(model):
                 # What we have wrapped, the experiment does not know as wrapped; and an evaluation needs no collectives.
                 found = self.experiment.evaluate(self.model if isinstance(model, RankModel) else model)
         finally:
             random.restore()
-            for module, mode in modes:
-                module.training = mode
         if found is not None and not isinstance(found, Mapping):
             raise OptionError(f"evaluate() returns a dictionary of metrics, or None; got {type_name(found)}.")
         return dict(found or {})

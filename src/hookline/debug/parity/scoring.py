@@ -13,7 +13,7 @@ its copy of higher precision says how large an error of rounding is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hookline.errors import OptionError
 from hookline.factories.replacing import stream_of, with_stream
+from hookline.phases import in_eval_mode
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.wrappers import unwrap
@@ -176,14 +177,12 @@ class Scorer:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of each sequence and the logits that its scored tokens are drawn from."""
         order = sorted(range(len(answers)), key=lambda number: -len(answers[number].ids))
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with nullcontext() if tap is None else attach(self.model, tap.names, tap.hook, name="parity"):
-                for begin in range(0, len(order), self.batch):
-                    yield from self._run(answers, order[begin : begin + self.batch], left, shift, tap)
-        finally:
-            self.model.train(was_training)
+        with in_eval_mode(self.model), self._tapped(tap):
+            for begin in range(0, len(order), self.batch):
+                yield from self._run(answers, order[begin : begin + self.batch], left, shift, tap)
+
+    def _tapped(self, tap: Tap | None) -> AbstractContextManager[object]:
+        return nullcontext() if tap is None else attach(self.model, tap.names, tap.hook, name="parity")
 
     def _run(
         self, answers: Sequence[Answer], numbers: Sequence[int], left: bool, shift: int, tap: Tap | None
