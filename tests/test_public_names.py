@@ -30,7 +30,7 @@ FUNCTIONS = _named("""
     hookline: assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
         attached audit capture clip_gradients compare doctor epoch_loop find follow freeze load_run load_runs parity
         patch
-        profile record register_hooks rollback saved_tensors step_loop trace watch write_report
+        record register_hooks rollback saved_tensors step_loop trace watch write_report
     debug: compare_npy_folders read_trace trace_outputs find_bad_operations doctor graph bisect packed_rows padded_rows
         on_trigger read_flight replay_check
     distributed: gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -70,7 +70,7 @@ CLASSES = _named("""
     guard: Guard ModelDataContext
     metta: ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
-    observe: Cache Captured HeatMap Patch Profile ProfileRow StepAlarm Trouble Watch
+    observe: Cache Captured HeatMap Patch StepAlarm Trouble Watch
     report: LoadedRun
     serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
     sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper

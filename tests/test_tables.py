@@ -84,7 +84,7 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     model, x = model_and_data()
     one, many = hl.attach(model, "0", ignore), hl.attach(model, "#", ignore, name="<b>bold</b>")
     patch, watch = hl.patch(model, {"1": hl.edits.ablate(), "2": torch.sin}), hl.watch(model, "#", on="forward")
-    cache, profile = hl.capture(model, "#"), hl.profile(model)
+    cache = hl.capture(model, "#")
     model(x)
     with hl.rollback(model) as receipt, torch.no_grad():
         model[0].weight.zero_()
@@ -109,14 +109,13 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "edit by a function": patch.edits[1],
         "heat map": hl.observe.HeatMap(x),
         "heat map with names": hl.observe.HeatMap([[1.0, -2.0]], rows=["<b>"], columns=["<script>", "b"]),
-        "profile": profile,
         "rollback": receipt,
         "plan": manager.plan,
         "manager": manager,
         "profiler": manager.profiler,
         "memory": sink,
     }
-    for handle in (one, many, patch, watch, cache, profile):
+    for handle in (one, many, patch, watch, cache):
         handle.remove()
     return found
 
@@ -148,12 +147,11 @@ def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses()
         lambda model: hl.patch(model, {"1": hl.edits.ablate()}),
         lambda model: hl.capture(model, "0"),
         lambda model: hl.watch(model, "0", on="forward"),
-        lambda model: hl.profile(model),
         lambda model: hl.freeze(model, "0"),
         lambda model: hl.HandleSet([hl.attach(model, "0", ignore)]),
         lambda model: hl.HandleSet([model.register_forward_hook(ignore)]),
     ],
-    ids=["attach", "patch", "capture", "watch", "profile", "freeze", "set", "set of torch's"],
+    ids=["attach", "patch", "capture", "watch", "freeze", "set", "set of torch's"],
 )
 def test_what_was_left_on_says_so_and_how_to_take_it_off(switch_on: Any):
     """Without ``with`` hooks stay on: the representation says "on" and names ``remove``; later it says "off"."""

@@ -306,7 +306,6 @@ INSTRUMENTS: dict[str, Instrument] = {
     "find bad operations": _find_bad,
     "follow": _follow,
     "capture": _capture,
-    "profile": lambda t, rng, seen: hl.profile(t.model),
     "saved tensors": lambda t, rng, seen: hl.saved_tensors(pack=lambda x: x, unpack=lambda x: x),
 }
 

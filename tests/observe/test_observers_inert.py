@@ -21,7 +21,6 @@ Observer = Callable[..., AbstractContextManager[Callable[[], AbstractContextMana
 """Made for a run by model and training tools; gives what is around each step."""
 STEPS = 20
 ALL_STATS = ("mean", "std", "norm", "min", "zero_fraction", "nan", "over:1", "dead_fraction", "histogram")
-FUNCTIONS = ["torch.nn.functional.*", "torch.softmax", "aten.*mm*"]
 
 
 class Mixing(nn.Module):
@@ -175,17 +174,6 @@ def alarmed(model: nn.Module, *, optimizer: torch.optim.Optimizer, scaler: Any) 
     assert found == dict.fromkeys(range(STEPS), "bad/forward")
 
 
-def profiling(**options: Any) -> Observer:
-    @contextmanager
-    def run(model: nn.Module, **tools: Any) -> Iterator[Any]:
-        with hl.profile(model, **options) as prof:
-            yield nullcontext
-        assert prof.total.calls == STEPS
-        assert prof.total.backward_ms > 0
-
-    return run
-
-
 @contextmanager
 def showing(model: nn.Module, **tools: Any) -> Iterator[Any]:
     """Show all that a notebook can show, after every fifth step, as trees, tables and pictures."""
@@ -196,9 +184,9 @@ def showing(model: nn.Module, **tools: Any) -> Iterator[Any]:
         if next(steps) % 5:
             yield
             return
-        with hl.capture(model, "*", grads=True) as cache, hl.watch(model) as watch, hl.profile(model) as prof:
+        with hl.capture(model, "*", grads=True) as cache, hl.watch(model) as watch:
             yield
-            shown = [hl.find(model), watch, cache, cache["head"], prof, hl.doctor(model)]
+            shown = [hl.find(model), watch, cache, cache["head"], hl.doctor(model)]
             assert all("<" in thing._repr_html_() for thing in (*shown, hl.observe.HeatMap(cache["head"].output)))
 
     yield step
@@ -217,8 +205,6 @@ OBSERVERS = {
     "capture of everything by copies": capturing(inputs=True, grads=True, clone=True, detach=True),
     "capture of parts": capturing(inputs=True, grads=True, index=lambda tensor: tensor[..., -1], dtype="bfloat16"),
     "capture of the process": capturing(inputs=True, grads=True, scope="process"),
-    "profile": profiling(),
-    "profile of functions": profiling(functions=FUNCTIONS),
 }
 
 

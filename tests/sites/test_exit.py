@@ -25,7 +25,6 @@ kept = [
     hl.attach_optimizer(optimizer, print),
     hl.attach_tensor(model[2].weight, print),
     hl.watch(model, optimizer=optimizer),
-    hl.profile(model),
     hl.HookManager(hooks=[], sinks=[hl.sinks.MemorySink()]),
 ]
 json.decoder.kept = [model, optimizer, capture, kept]  # goes when the modules of hookline are bare

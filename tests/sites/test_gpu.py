@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -103,87 +101,6 @@ def test_gradients_on_a_gpu_come_with_their_parameters_and_in_order() -> None:
     with hl.attach(model, "*", note, on="backward"):
         model(torch.randn(3, 4, device="cuda")).sum().backward()
     assert order == [("2", 0, 0), ("1", 0, 0), ("0", 0, 0), ("", 0, 0)]
-
-
-class _Spin(torch.autograd.Function):
-    """Keeps the device busy for so many cycles each way, while Python goes on."""
-
-    @staticmethod
-    def forward(ctx, x, forward_cycles, backward_cycles):
-        ctx.cycles = backward_cycles
-        torch.cuda._sleep(forward_cycles)
-        return x + 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        torch.cuda._sleep(ctx.cycles)
-        return grad + 0, None, None
-
-
-class _Spinning(nn.Module):
-    """Three branches on one input, with known costs each way."""
-
-    costs = {"q": (1, 8), "k": (2, 4), "v": (4, 2)}
-
-    def __init__(self, unit: int) -> None:
-        super().__init__()
-        for name, (forward, backward) in self.costs.items():
-            self.add_module(name, _Branch(forward * unit, backward * unit))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q(x) + self.k(x) + self.v(x)
-
-
-class _Branch(nn.Module):
-    def __init__(self, *cycles: int) -> None:
-        super().__init__()
-        self.cycles = cycles
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Spin.apply(x, *self.cycles)
-
-
-def test_a_profile_on_a_gpu_tells_the_times_of_the_device() -> None:
-    """Python is done long before the device; each branch has its own time all the same, forward and backward."""
-    unit = 4_000_000  # some milliseconds
-    model = nn.Sequential(nn.Linear(8, 8), _Spinning(unit)).cuda()
-    x = torch.randn(4, 8, device="cuda")
-    model(x).sum().backward()
-    torch.cuda.synchronize()
-    with hl.profile(model) as prof:
-        began = time.perf_counter()
-        for _ in range(3):
-            model(x).sum().backward()
-        in_python = time.perf_counter() - began
-    rows = {row.name: row for row in prof.rows}
-    ms = rows["1.q"].forward_own_ms  # what one unit takes, three times
-    assert 1e3 * in_python < 0.5 * prof.wall_ms
-    for name, (forward, backward) in _Spinning.costs.items():
-        assert rows[f"1.{name}"].forward_own_ms == pytest.approx(forward * ms, rel=0.1)
-        assert rows[f"1.{name}"].backward_own_ms == pytest.approx(backward * ms, rel=0.1)
-    total = prof.total
-    assert sum(row.forward_own_ms for row in prof.rows) == pytest.approx(total.forward_ms, rel=1e-6)
-    assert sum(row.backward_own_ms for row in prof.rows) == pytest.approx(total.backward_ms, rel=1e-6)
-    assert 0.9 * prof.wall_ms <= total.forward_ms + total.backward_ms <= prof.wall_ms * (1 + 1e-6)
-    assert min(min(row.forward_own_ms, row.backward_own_ms) for row in prof.rows) >= 0
-    assert rows["0"].allocated_bytes >= rows["0"].output_bytes > 0
-
-
-def test_what_checkpointing_repeats_on_a_gpu_is_backward_time_of_what_is_repeated() -> None:
-    """The backward runs in a thread of its own, which has seen no forward; whose it is, is found all the same."""
-    unit = 4_000_000
-    part = nn.Sequential(_Branch(4 * unit, unit), nn.Linear(8, 8), _Branch(unit, unit), nn.Tanh())
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(part)).cuda()
-    model[1].forward = lambda x: torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
-    x = torch.randn(4, 8, device="cuda")
-    with hl.profile(model) as prof:
-        for _ in range(3):
-            model(x).sum().backward()
-    rows = {row.name: row for row in prof.rows}
-    ms = rows["1.0.2"].forward_own_ms
-    assert {row.calls for row in prof.rows} == {3}
-    assert rows["1.0.0"].backward_own_ms == pytest.approx(5 * ms, rel=0.1)
-    assert rows["1.0.2"].backward_own_ms == pytest.approx(2 * ms, rel=0.1)
 
 
 def test_a_fused_step_that_the_scaler_skips_is_marked() -> None:

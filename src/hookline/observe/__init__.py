@@ -1,6 +1,6 @@
 """Observe and change what flows through a model: what the verbs of ``hookline`` return, and tools beside them.
 
-The verbs ``watch``, ``capture``, ``patch`` and ``profile`` are at the top: ``hookline.capture(model)``.
+The verbs ``watch``, ``capture`` and ``patch`` are at the top: ``hookline.capture(model)``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from hookline.observe.capture.cache import Cache as Cache
 from hookline.observe.capture.cache import Captured as Captured
 from hookline.observe.heat_map import HeatMap as HeatMap
 from hookline.observe.patch.patch import Patch as Patch
-from hookline.observe.profile.profile import Profile as Profile
-from hookline.observe.profile.profile import ProfileRow as ProfileRow
 from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
 from hookline.observe.watch.step_alarm import Trouble as Trouble
 from hookline.observe.watch.step_alarm import alarm as alarm

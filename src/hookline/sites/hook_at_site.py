@@ -250,8 +250,6 @@ class Attachment:
     """Whether the hook changes what it is shown in place."""
     order: int = field(default_factory=next_order)
     entries: dict[HookAtSite, None] = field(default_factory=dict)
-    clock: Callable[[], Any] | None = None
-    """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     for_site: Callable[[str], Any] | None = None
     """For a hook that gives each site a function of its own (`PerSiteHook`): returns that of the site with a name."""
     summary: Summary | None = None

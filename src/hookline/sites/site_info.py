@@ -6,7 +6,7 @@ Hooks that declare ``*, site`` get one at each firing; ``find`` lists them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
 
@@ -43,11 +43,6 @@ class Site:
     """For gradient hooks: which input each entry of ``grad_input`` belongs to ("0", "hidden_states", …)."""
     outputs: tuple[str, ...] = ()
     """For gradient hooks: which output each entry of ``grad_output`` belongs to ("", "0", "logits", …)."""
-    began: Any = None
-    """For a profiler's gradient hook on a call with several outputs: its clock, when the first gradient came."""
-    ended: Any = None
-    """For a profiler's gradient hook: its clock, when the call had sent the last gradient to its inputs."""
-
     training: bool = True
     """Whether the model was in training mode when its forward began; for gradient hooks, whether it is now."""
     gradients: bool = True

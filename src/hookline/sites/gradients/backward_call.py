@@ -107,8 +107,6 @@ class GradientHooks(HookContainer):
     """Whether a hook declares ``site``."""
     plan = ""
     """The same in letters, for calls that are compiled (`plan_of`)."""
-    clock: Callable[[], Any] | None = None
-    """Called whenever a gradient has gone to an input, if a hook asks when that was."""
     entered = -1
     """When the latest call that gradient hooks take part in began."""
     began: Began | None = None
@@ -128,7 +126,6 @@ class GradientHooks(HookContainer):
         self.observes_outputs = bool(pre) and not post and all(entry.simple and not _edits(entry) for entry in pre)
         self.output_call = None
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
-        self.clock = next((entry.attachment.clock for entry in post if entry.attachment.clock is not None), None)
 
     def gradient_moments(self) -> dict[ForwardCounter, tuple[int, int]]:
         """Return step and call number of the call that begins now, for each model whose hooks declare ``site``."""
@@ -162,10 +159,6 @@ class BackwardCall:
     _output_names: tuple[str, ...] = ("",)
     _grad_outputs: list[Tensor | None]
     _grad_inputs: list[Tensor | None]
-    _began: Any = None
-    """The time on the hooks' clock when the first gradient of several outputs came."""
-    _ended: Any = None
-    """The time on that clock when the last gradient went to an input."""
     _task = -1
     """The latest backward pass that reached this call."""
     done = True
@@ -220,8 +213,6 @@ class BackwardCall:
         self._pre_done = self.done = False
         if self._last_outputs is not None:
             self._awaited = len(self._last_outputs)
-        if self._hooks.clock is not None:
-            self._began, self._ended = self._hooks.clock() if self._num_outputs > 1 else None, None
         self._grad_outputs = [None] * self._num_outputs
         self._grad_inputs = [None] * self._num_inputs
         end_of(task).calls.append(self)
@@ -267,8 +258,6 @@ class BackwardCall:
         if grad is not None and not self.done and self._task == _torch.graph_task_id():
             so_far = self._grad_inputs[index]
             self._grad_inputs[index] = grad if so_far is None else so_far + grad
-            if self._hooks.clock is not None:
-                self._ended = self._hooks.clock()
 
     def take_inputs(self, indices: list[int], grads: Grads) -> Grads:
         """Take the gradients of all inputs that passed the gate, and fire; return the gradients to go on with."""
@@ -290,7 +279,6 @@ class BackwardCall:
         if not self.done and self._task == _torch.graph_task_id():
             if self._takes_alias:
                 self._grad_inputs[0] = grad
-                self._ended = None if self._hooks.clock is None else self._hooks.clock()
             self.fire_post()
         return grad
 
@@ -351,11 +339,11 @@ class BackwardCall:
         if isinstance(fn, FunctionSite):
             fn = fn.seen_from(entry.counter)
             owner: Any = fn.owner
-            return Site(fn.name, owner, kind, fn.call, fn.step, began=self._began, ended=self._ended)
+            return Site(fn.name, owner, kind, fn.call, fn.step)
         step, call = self._moments.get(entry.counter, (-1, 0))
         names = self._input_names, self._output_names
         mode = entry.counter.training_now()
-        return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended, mode)
+        return Site(entry.name, self._module, kind, call, step, False, *names, mode)
 
 
 class _EndOfBackward:

@@ -1,1 +1,0 @@
-"""Measure where the time of a step goes (`hookline.profile`)."""
