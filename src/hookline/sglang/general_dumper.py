@@ -51,7 +51,6 @@ __all__ = ["Dumper", "DumperConfig", "dumper", "host_copy", "save_tensors"]
 
 logger = logging.getLogger(__name__)
 
-_OWN_TAGS: Final = ("step", "rank", "dump_index", "name")
 _NO_TAGS: Final[Mapping[str, Any]] = {}
 _LONGEST: Final = 240
 """Bytes of a file's name; most file systems take 255."""
@@ -98,9 +97,8 @@ def _is_wanted(filter: str | None, tags: Mapping[str, Any]) -> bool:
     return filter is None or bool(eval(_compiled(filter), {"__builtins__": {}}, _Names(tags)))
 
 
-def _checked_filter(text: str | None) -> str | None:
-    if text is not None:
-        _compiled(text)
+def _checked_filter(text: str) -> str:
+    _compiled(text)
     return text
 
 
@@ -113,7 +111,7 @@ class DumperConfig:
 
     enable: bool = False
     """Whether anything is dumped."""
-    filter: Annotated[str | None, AfterValidator(_checked_filter)] = None
+    filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
     """An expression over the tags, such as ``layer_id == 3 and search('mlp', name)``; None: all."""
     dir: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir()) / "dumper"))
     """The folder of all experiments."""
@@ -199,13 +197,10 @@ class Dumper:
             save: Whether a file is written; False: only the line of the log.
             dims: What the dimensions are, such as ``"b s h[tp]"``; kept in ``meta``.
             dims_grad: The same for the gradient, where it differs.
-            tags: More tags, for the filter, the file name and ``meta``.
+            tags: More tags, for the filter, the file name and ``meta``; ``step`` stands for the dumper's own.
         """
         if not self.config.enable:
             return
-        taken = [tag for tag in tags if tag in _OWN_TAGS]
-        if taken:
-            raise OptionError(f"The tag {taken[0]!r} is the dumper's own; give it another name.")
         status = "recompute" if _torch.in_recomputation() else "disabled"
         every = {"recompute_status": status, "layer_id": _layer_running(), **self._tags.get(), **tags}
         if self.config.enable_value:

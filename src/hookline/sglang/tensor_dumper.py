@@ -52,10 +52,6 @@ class TensorDumper:
         self._is_open = False
         self._is_past_top = False
 
-    def get_dump_dir(self) -> str:
-        """Return the folder as a string."""
-        return str(self.folder)
-
     def add_tensor(self, name: str, value: Any) -> None:
         """Add copies of the tensors in ``value`` to the pass that runs; a name that is there gets ``#1``, ``#2``, …"""
         for path, tensors in _copies(name, value):
