@@ -7,7 +7,7 @@ metrics, by the rule that each declares; ``lifecycle.ranks`` gathers records by 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -93,17 +93,8 @@ _Slices = dict[str, tuple[slice, slice]]
 """By name, where the numbers are that are added, and those of which the largest is kept."""
 
 
-class _Alike(NamedTuple):
-    """Ranks that have said the same of their parts, which is read once, however many they are."""
-
-    ranks: tuple[int, ...]
-    parts: tuple[NamedPart, ...]
-    slices: _Slices
-    """In what such a rank sends."""
-
-
 class _Places(NamedTuple):
-    """Where the numbers of ranks that are alike go."""
+    """Where the numbers of ranks that have the same parts go."""
 
     ranks: tuple[int, ...]
     is_own: NDArray[np.bool_]
@@ -178,38 +169,42 @@ class Exchange:
             ranks_of[one.about] = (*ranks_of.get(one.about, ()), rank)
         read = {about: pickle.loads(about) for about in ranks_of}
         _check_options(self.what, [read[one.about][0] for one in said])
-        alike = [_Alike(ranks, read[about][1], _slices(read[about][1])) for about, ranks in ranks_of.items()]
+        # Ranks that have said the same are read once, however many they are.
+        alike: list[tuple[tuple[int, ...], tuple[NamedPart, ...]]] = [
+            (ranks, read[about][1]) for about, ranks in ranks_of.items()
+        ]
+        sent = {rank: found for ranks, parts in alike for found in [_slices(parts)] for rank in ranks}
         first: dict[str, NamedPart] = {}
         holders: dict[str, tuple[int, ...]] = {}
-        shards: dict[str, dict[Hashable, int]] = {}
+        shards: defaultdict[str, Counter[Hashable]] = defaultdict(Counter)
         flags: list[tuple[list[bool], list[bool]]] = []
-        for ranks, parts, _ in alike:
+        for ranks, parts in alike:
             is_own, counts = [], []
             for part in parts:
                 _check_size(first.setdefault(part.name, part), part, ranks[0])
                 holders[part.name] = holders.get(part.name, ()) + ranks
-                known, shard = shards.setdefault(part.name, {}), self._shard(part.shard, said, alike)
+                known, shard = shards[part.name], self._shard(part.shard, said, sent)
                 is_own.append(shard is None)
-                # Of ranks with one shard, the first counts.
-                counts.append(shard not in known or shard is None)
-                known[shard] = len(ranks) + known.get(None, 0) if shard is None else 1
+                counts.append(shard is None or shard not in known)  # of ranks with one shard, the first counts
+                known[shard] = known[shard] + len(ranks) if shard is None else 1
             flags.append((is_own, counts))
         slices = _slices(first.values())
         holdings = {
             name: Holding(*slices[name], tuple(sorted(ranks)), sum(shards[name].values()))
             for name, ranks in holders.items()
         }
-        return holdings, [_places(each, *both, slices) for each, both in zip(alike, flags, strict=True)]
+        return holdings, [_places(*each, *both, slices) for each, both in zip(alike, flags, strict=True)]
 
-    def _shard(self, shard: Hashable, said: list[_Said], alike: list[_Alike]) -> Hashable:
-        """Return the shard that ranks with this declaration share; None if each has numbers of its own."""
+    def _shard(self, shard: Hashable, said: list[_Said], sent: Mapping[int, _Slices]) -> Hashable:
+        """Return the shard that ranks with this declaration share; None if each has numbers of its own.
+
+        ``sent`` has the places of the numbers that each rank has said.
+        """
         if not isinstance(shard, SameIfEqual):
             return shard
         key = shard.by, shard.ranks
         if shard.is_known and key not in self._same:
-            slices = {rank: some.slices.get(shard.by) for some in alike for rank in some.ranks if rank in shard.ranks}
-            numbers = {_numbers(said[rank], found) for rank, found in slices.items()}
-            self._same[key] = len(numbers) == 1
+            self._same[key] = len({_numbers(said[rank], sent[rank].get(shard.by)) for rank in shard.ranks}) == 1
         return ("group", shard.ranks) if self._same.get(key) else None
 
 
@@ -223,16 +218,17 @@ def _slices(parts: Iterable[NamedPart]) -> _Slices:
     return found
 
 
-def _places(alike: _Alike, is_own: list[bool], counts: list[bool], slices: _Slices) -> _Places:
-    """Return the places in the sum, whose ``slices`` are given, of the numbers of ranks that are alike."""
-    sizes = [part.added for part in alike.parts]
-    counted = [part.name for part, is_counted in zip(alike.parts, counts, strict=True) if is_counted]
+def _places(
+    ranks: tuple[int, ...], parts: Sequence[NamedPart], is_own: list[bool], counts: list[bool], slices: _Slices
+) -> _Places:
+    """Return the places in the sum, whose ``slices`` are given, of the numbers of ranks that have the same parts."""
+    sizes = [part.added for part in parts]
     return _Places(
-        alike.ranks,
+        ranks,
         np.repeat(np.array(is_own, dtype=bool), sizes),
         np.repeat(np.array(counts, dtype=bool), sizes),
-        _index([slices[name][0] for name in counted]),
-        _index([slices[part.name][1] for part in alike.parts]),
+        _index([slices[part.name][0] for part, is_counted in zip(parts, counts, strict=True) if is_counted]),
+        _index([slices[part.name][1] for part in parts]),
     )
 
 
@@ -267,17 +263,12 @@ def _check_options(what: str, options: list[dict[str, str]]) -> None:
 # -- metrics, by the rule that each declares -----------------------------------------------------------------------
 
 
-def _l2(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.sqrt(np.sum(values * values, axis=0))
-    return found
-
-
 _BY_RULE: Final[Mapping[str, Callable[[NDArray[np.float64]], Any]]] = {
     "mean": lambda values: np.mean(values, axis=0),
     "sum": lambda values: np.sum(values, axis=0),
     "max": lambda values: np.max(values, axis=0),
     "min": lambda values: np.min(values, axis=0),
-    "l2": _l2,
+    "l2": lambda values: np.sqrt(np.sum(values * values, axis=0)),
 }
 RULES: Final = (*_BY_RULE, "concat", "none")
 

@@ -44,12 +44,11 @@ class TensorDumper:
         self.folder = folder
         """Where the files are."""
         self.passes = 0
-        """How many passes were begun."""
+        """How many there are, the one that runs included."""
         self.handles = HandleSet()
         self._root, self._top = root, top
         self._tensors: dict[str, Any] = {}
         """What the pass that runs has so far."""
-        self._is_open = False
         self._is_past_top = False
 
     def add_tensor(self, name: str, value: Any) -> None:
@@ -59,6 +58,8 @@ class TensorDumper:
             while free in self._tensors:
                 number += 1
                 free = f"{path}#{number}"
+            if not self._tensors:
+                self.passes += 1
             self._tensors[free] = tensors
 
     def dump_current_tensors(self) -> Path | None:
@@ -86,21 +87,14 @@ class TensorDumper:
 
     # -- passes: forwards of the root; where its forward() is called directly, from one top module to the next ---------
 
-    def _begin(self) -> None:
-        if not self._is_open:
-            self._is_open = True
-            self.passes += 1
-
     def _end(self, *call: Any) -> None:
         """Write the pass; a hook on the root, before and after its forward."""
-        if self._is_open:
-            self.dump_current_tensors()
-        self._tensors, self._is_open, self._is_past_top = {}, False, False
+        self.dump_current_tensors()
+        self._tensors, self._is_past_top = {}, False
 
     def _top_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_past_top and not _torch.times_running(self._root):
             self._end()
-        self._begin()
         for value in (*args, *kwargs.values()):
             if isinstance(getattr(value, "tensors", None), dict) or _fields_of_batch(value):
                 self.add_tensor(self._top, value)
@@ -109,7 +103,6 @@ class TensorDumper:
         is_direct = not _torch.times_running(self._root)
         if is_direct and self._is_past_top and site.name in self._tensors:
             self._end()
-        self._begin()
         self.add_tensor(site.name, output)
         self._is_past_top = self._is_past_top or site.name == self._top
         if is_direct and self._is_past_top:
@@ -178,8 +171,9 @@ def _chosen(names: Mapping[str, nn.Module], top: str, layers: str, wanted: Itera
 
 def _fields_of_batch(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a batch like SGLang's ``ForwardBatch``; nothing of another value."""
-    fields = {} if isinstance(value, Tensor) else {name: getattr(value, name, None) for name in _BATCH_FIELDS}
-    return {name: each for name, each in fields.items() if isinstance(each, Tensor)}
+    fields = {name: getattr(value, name, None) for name in _BATCH_FIELDS}
+    found = {name: each for name, each in fields.items() if isinstance(each, Tensor)}
+    return found if len(found) == len(fields) else {}
 
 
 def _copies(name: str, value: Any) -> Iterator[tuple[str, Any]]:
