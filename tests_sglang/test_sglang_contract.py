@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers_sglang import seeded_decoder
 
-from hookline.engines.sglang import hooks_of_runner
+from hookline.engines.sglang import SglangHooks, hooks_of_runner
 from hookline.engines.sglang.runner_hooks import AROUND_CAPTURE, CAN_RUN_GRAPH, RUNNER
 from hookline.factories.served_batch import tokens_of_batch
 
@@ -183,7 +183,7 @@ def test_the_plugin_attaches_after_loading_and_forwards_fire_without_graphs(modu
     """``load_plugins`` found it; the runner's own ``forward`` chooses eager, and every row is its request's."""
     hooks = hooks_of_runner(runner)
     assert hooks is not None
-    assert [live.name for live in hooks.list()] == ["stats", "push"]
+    assert [live.name for live in hooks.live.list()] == ["stats", "push"]
     for mode, lengths, own in (("EXTEND", [3, 2], slice(3, 5)), ("DECODE", [1, 1], slice(1, 2))):
         batch = _batch(modules, mode, ["a", "b"], lengths, [0, 0])
         out = runner.forward(batch)
@@ -193,18 +193,64 @@ def test_the_plugin_attaches_after_loading_and_forwards_fire_without_graphs(modu
         assert torch.equal(out.logits_output[: own.start], plain[: own.start])
         assert not torch.isclose(out.logits_output[own], plain[own]).all(dim=-1).any()
     assert hooks.steps == 2
-    assert [live.fired for live in hooks.list()] == [4, 2]
-    assert hooks.metrics()["h1"]
+    assert [live.fired for live in hooks.live.list()] == [4, 2]
+    assert hooks.live.metrics()["h1"]
 
 
 def test_a_runner_without_hooks_replays_its_graphs(modules: Any, runner: Any) -> None:
     """The negative control: with the hooks off, the same forward goes to the graph."""
     hooks = hooks_of_runner(runner)
     assert hooks is not None
-    for live in hooks.list():
-        hooks.remove(live.id)
+    for live in hooks.live.list():
+        hooks.live.remove(live.id)
     with pytest.raises(AssertionError, match="a graph was replayed"):
         runner.forward(_batch(modules, "DECODE", ["a", "b"], [1, 1], []))
+
+
+def test_hidden_states_and_hooks_at_run_time(modules: Any, runner: Any) -> None:
+    """After the test above no hook is on; one request asks for both, and gets its own rows and no others."""
+    hooks = hooks_of_runner(runner)
+    assert hooks is not None
+    steer = {**SPECS[1], "config": {"vector": [1.0] * 8}}
+    asked = {"hidden_states": {"layers": ["model.layers.1"]}, "hooks": [steer]}
+    hooks.ask("b", asked)
+    (stats,) = hooks.add(SPECS[0])
+    own_logits = []
+    for mode, lengths, prefixes, positions in (
+        ("EXTEND", [3, 2], [0, 0], [0, 1, 2, 0, 1]),
+        ("DECODE", [1, 1], [], [3, 2]),
+    ):
+        batch = _batch(modules, mode, ["a", "b"], lengths, prefixes)
+        batch.positions = torch.tensor(positions)
+        out = runner.forward(batch)
+        assert out.can_run_graph is False
+        with torch.no_grad():
+            plain = seeded_decoder()(batch.input_ids, batch.positions, batch)
+        assert torch.equal(out.logits_output[: lengths[0]], plain[: lengths[0]])
+        assert not torch.isclose(out.logits_output[lengths[0] :], plain[lengths[0] :]).all(dim=-1).any()
+        own_logits.append(out.logits_output[lengths[0] :])
+    (found,) = hooks.take("b")
+    layer = found["states"]["model.layers.1"]
+    assert (found["error"], layer["positions"], found["hooks"][0]["rows"]) == (None, [0, 1, 2], 3)
+    states = torch.frombuffer(bytearray(layer["data"]), dtype=torch.float32).reshape(layer["shape"])
+    torch.testing.assert_close(states @ runner.model.lm_head.weight.T, torch.cat(own_logits))
+    assert stats.fired == 4
+    hooks.live.remove(stats.id)
+    assert not hooks.is_active
+
+
+def test_what_tensor_parallelism_cuts_is_refused(modules: Any) -> None:
+    """Each worker has a part of the columns; SGLang's context of the process says into how many they are cut."""
+    model = seeded_decoder()
+    model.qkv_proj = type("QKVParallelLinear", (torch.nn.Linear,), {})(8, 8)
+    context = importlib.import_module("sglang.srt.runtime_context")
+    with context.get_parallel().override(tp_size=2):
+        hooks = SglangHooks(SimpleNamespace(model=model))
+    hooks.ask("a", {"hidden_states": {"layers": ["qkv_proj"]}})
+    hooks.run(lambda: None, _batch(modules, "EXTEND", ["a"], [3], [0]))
+    (found,) = hooks.take("a")
+    assert "each worker has a part of its output" in found["error"]["message"]
+    hooks.close()
 
 
 @pytest.mark.parametrize(

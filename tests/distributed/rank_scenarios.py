@@ -79,24 +79,6 @@ def by_rules() -> Any:
     return reduce_metrics(metrics, rules)
 
 
-def failure_on_one() -> Any:
-    failure = "ValueError in hook 'norms': no" if this_rank() else None
-    return refused(lambda: _one_number(Exchange("hooks"), failure))
-
-
-def failure_later() -> Any:
-    """Names are agreed by then; the flag tells."""
-    exchange = Exchange("hooks, later")
-    for _ in range(2):
-        _one_number(exchange)
-    failure = "ValueError in hook 'norms': no" if this_rank() else None
-    return refused(lambda: _one_number(exchange, failure))
-
-
-def _one_number(exchange: Exchange, failure: str | None = None) -> Any:
-    return exchange.reduce([NamedPart("a", 1, 0)], np.ones(1), np.zeros(0), failure=failure)
-
-
 def lists_of_two_lengths() -> Any:
     return refused(lambda: reduce_metrics({"a": [1.0] * (1 + this_rank())}, {"a": "mean"}))
 
@@ -118,8 +100,6 @@ CASES = [
         sums_and_maxima,
         replicas_with_infinity,
         by_rules,
-        failure_on_one,
-        failure_later,
         lists_of_two_lengths,
     ),
     *(other_options, other_sizes),

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers_ranks import RanksFailed, run_ranks
 
-from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
-from hookline.errors import OptionError, RankError
+from hookline.distributed import gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
+from hookline.errors import OptionError
 
 SCENARIOS = Path(__file__).with_name("rank_scenarios.py")
 
@@ -58,8 +57,6 @@ def test_metrics_are_reduced_by_their_rules(both):
     ("case", "words"),
     [
         ("other_words", ["rank 0: thing 0", "rank 1: thing 1", "(1,)"]),
-        ("failure_on_one", ["hooks failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
-        ("failure_later", ["hooks, later failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
         ("lists_of_two_lengths", ["'a' is a list of 1 and 2 values", "concat"]),
         ("other_options", ["stats: rank 0: ('mean',); rank 1: ('mean', 'max')", "same"]),
         ("other_sizes", ["'a' has not the same size", "2 + 0 numbers on rank 1"]),
@@ -97,14 +94,13 @@ def test_ranks_that_reduce_different_things_end_with_an_error(at_odds):
 
 
 def test_a_hook_that_keeps_a_rank_is_named(at_odds):
-    """A hook waits at a step on rank 1: rank 0 names the rank and the hooks that it may be in, with gloo's own words.
+    """A hook waits at a step on rank 1: rank 0 names the rank and the hooks that it may be in.
 
     Rank 1 learns what happened as soon as its hook returns.
     """
     first, second = (found[2] for found in at_odds)
     assert "Rank 1 did not come within 6 s: rank 0 was at 'metrics of steps'" in first
     assert re.search(r"hooks: .*\bblocks\b", first)
-    assert "Timed out" in first.partition("gloo says:")[2]
     assert "metrics of steps" in second
 
 
@@ -118,8 +114,6 @@ def test_without_ranks_everything_is_this_process(monkeypatch):
         **{"a": 2, "b": 3.0},
         "c": ["x"],
     }
-    with pytest.raises(RankError, match="broken"):
-        Exchange("alone").reduce([], np.zeros(0), np.zeros(0), failure="broken")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (this_rank(), rank_count(), is_distributed()) == (3, 8, False)

@@ -22,6 +22,7 @@ from hookline.engines.sglang import register, runner_hooks
 from hookline.engines.sglang.runner_hooks import SglangHooks
 from hookline.errors import ConfigError, OptionError
 from hookline.factories.served_batch import tokens_of_batch
+from hookline.observe.tokens import current_tokens
 
 LAYERS = ["model.layers.#"]
 STATS = {"name": "stats", "target_modules": LAYERS, "hook_factory": "hookline.factories:activation_stats"}
@@ -117,6 +118,29 @@ def test_padding_is_left_out_and_an_unknown_batch_has_no_table() -> None:
     assert tokens_of_batch(batch("extend", ["a"], [2], extend_seq_lens_cpu=None)) is None
 
 
+def test_positions_are_known_by_lengths_where_a_device_has_them(attached: Any) -> None:
+    """Of prompts and single tokens; not of the tokens that speculation checks, which are a tree."""
+    found: list[Any] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        table = current_tokens()
+        assert table is not None
+        found.append(table.firsts)
+
+    runner, _ = attached({"target_modules": ["model.layers.0"], "hook_factory": lambda config: keep})
+    for mode, lengths, prefixes in (
+        ("extend", [3, 2], [0, 4]),
+        ("decode", [1, 1], None),
+        ("target_verify", [2, 2], None),
+    ):
+        given = batch(mode, ["a", "b"], lengths, prefixes, seq_lens_cpu=torch.tensor([5, 8]))
+        given.positions = given.positions.to("meta")
+        if mode == "target_verify":
+            given.extend_seq_lens_cpu = None
+        runner.run(given)
+    assert found == [(0, 4), (4, 7), (None, None)]
+
+
 # -- hooks -----------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +154,8 @@ def test_observers_fire_in_every_forward_and_leave_the_answers_as_they_are(attac
     runner, hooks = attached(STATS)
     watched = [runner.run(step) for step in _steps()]
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    assert [live.fired for live in hooks.list()] == [4]  # two layers, two forwards
-    assert any(name.endswith("/mean") for name in hooks.metrics()["h1"])
+    assert [live.fired for live in hooks.live.list()] == [4]  # two layers, two forwards
+    assert any(name.endswith("/mean") for name in hooks.live.metrics()["h1"])
     steered, _ = attached(_steer())
     assert not torch.equal(steered.run(_steps()[0]), plain[0])
 
@@ -159,11 +183,11 @@ def test_a_hook_that_raises_is_switched_off_and_the_engine_goes_on(attached: Any
     runner, hooks = attached(spec, STATS)
     found = [runner.run(step) for step in _steps()]
     assert all(torch.equal(one, Runner().run(step)) for one, step in zip(found, _steps(), strict=True))
-    bad, stats = hooks.list()
+    bad, stats = hooks.live.list()
     assert (bad.off, bad.errors, stats.fired) == (True, 1, 4)
     assert "stock is empty" in caplog.text
     assert hooks.is_active
-    hooks.remove(stats.id)
+    hooks.live.remove(stats.id)
     assert not hooks.is_active  # the one that is off needs no step without graphs
 
 
@@ -181,7 +205,7 @@ def test_a_spec_that_cannot_be_attached_is_told_and_the_others_are_on(attached: 
     missing = {"name": "lost", "target_modules": LAYERS, "hook_factory": "hookline.factories:no_such"}
     elsewhere = {**STATS, "name": "elsewhere", "target_modules": ["model.layers.77"]}
     _, hooks = attached(missing, elsewhere, STATS)
-    assert [live.name for live in hooks.list()] == ["stats"]
+    assert [live.name for live in hooks.live.list()] == ["stats"]
     assert "'lost' is not attached" in caplog.text
     assert "model.layers.77" in caplog.text
 
@@ -196,7 +220,7 @@ def test_a_vector_of_another_length_is_refused_before_the_first_request(attached
     wrong = [{**spec, "name": target, "target_modules": [target]} for target in (*LAYERS, "model.layers.0.mlp.2")]
     fits = {**spec, "name": "fits", "target_modules": LAYERS, "config": {"vector": [1.0] * 8}}
     _, hooks = attached(*wrong, fits, runner=runner)
-    assert [live.name for live in hooks.list()] == ["fits"]
+    assert [live.name for live in hooks.live.list()] == ["fits"]
     for each in wrong:
         assert (
             f"hook {each['name']!r} is not attached: OptionError: steer was given what is for 7 numbers" in caplog.text
@@ -236,9 +260,9 @@ def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> No
 def test_hooks_come_and_go_between_forwards(attached: Any) -> None:
     runner, hooks = attached()
     plain = runner.run(_steps()[0])
-    (live,) = hooks.add([_steer()])
+    (live,) = hooks.add(_steer())
     assert not torch.equal(runner.run(_steps()[0]), plain)
-    hooks.remove(live.id)
+    hooks.live.remove(live.id)
     assert torch.equal(runner.run(_steps()[0]), plain)
 
 
@@ -251,10 +275,10 @@ def test_forwards_run_eagerly_while_a_hook_is_on(attached: Any) -> None:
     graphs = SimpleNamespace(model_runner=runner)
     assert runner_hooks._unless_hooked(True, graphs, object()) is False
     runner_hooks._around_capture(lambda model_runner: runner.run(_steps()[0]), model_runner=runner)
-    assert hooks.list()[0].fired == 0  # a capture records no hook
+    assert hooks.live.list()[0].fired == 0  # a capture records no hook
     runner.run(_steps()[0])
-    assert hooks.list()[0].fired == 2
-    hooks.remove("h1")
+    assert hooks.live.list()[0].fired == 2
+    hooks.live.remove("h1")
     assert runner_hooks._unless_hooked(True, graphs, object()) is None
     assert runner_hooks._unless_hooked(True, SimpleNamespace(model_runner=Runner()), object()) is None
     assert runner_hooks._unless_hooked(True, SimpleNamespace(), object()) is None

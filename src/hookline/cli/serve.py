@@ -119,7 +119,7 @@ def _model_and_specs(options: ServeOptions) -> tuple[Path, list[Any]]:
     model, specs = options.model, []
     if options.server_args is not None:
         args = ServerArgs.from_file(options.server_args)
-        model, specs = model or args.others.get("model_path"), args.hook_specs()
+        model, specs = model or getattr(args, "model_path", None), args.hook_specs()
         if args.enable_hooks and not args.hooks:
             logger.warning(NO_HOOKS)
     if not model:

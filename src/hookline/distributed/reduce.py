@@ -7,13 +7,13 @@ metrics, by the rule that each declares; ``lifecycle.ranks`` gathers records by 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from hookline.distributed.ranks import gather_objects, in_words, rank_names
+from hookline.distributed.ranks import gather_objects, in_words
 from hookline.errors import OptionError, RankError
 from hookline.messages import suggest
 
@@ -85,18 +85,23 @@ class _Said(NamedTuple):
 
     about: bytes
     """Options and parts: as bytes, they are compared at once, and read only when they have changed."""
-    failure: str | None
     added: NDArray[np.float64]
     kept: NDArray[np.float64]
 
 
-class _Places(NamedTuple):
-    """Where the numbers of one rank go."""
+_Slices = dict[str, tuple[slice, slice]]
+"""By name, where the numbers are that are added, and those of which the largest is kept."""
 
+
+class _Places(NamedTuple):
+    """Where the numbers of ranks that have the same parts go."""
+
+    ranks: tuple[int, ...]
+    is_own: NDArray[np.bool_]
+    """Which of the added numbers every rank has for itself; of the others, they are replicas."""
     counts: NDArray[np.bool_]
-    """Which of the numbers to add are added: not those of a shard that a rank before has too."""
+    """Which of the added numbers are counted here, not at ranks before them with the same shard."""
     added: NDArray[np.int64]
-    """Where these go."""
     kept: NDArray[np.int64]
 
 
@@ -123,7 +128,7 @@ class Exchange:
         self._options = {key: repr(value) for key, value in (options or {}).items()}
         self._mine: tuple[NamedPart, ...] = ()
         self._about = pickle.dumps((self._options, ()))
-        self._plans: tuple[list[bytes], dict[str, Holding], list[_Places]] = [], {}, []
+        self._plan: tuple[list[bytes], dict[str, Holding], list[_Places]] = [], {}, []
         """What ranks said of their parts last, and where the numbers of each go."""
         self._same: dict[tuple[str, tuple[int, ...]], bool] = {}
         """By name and ranks, whether these hold the same; decided once, by the first numbers."""
@@ -133,8 +138,6 @@ class Exchange:
         parts: Sequence[NamedPart],
         added: NDArray[np.float64],
         kept: NDArray[np.float64],
-        *,
-        failure: str | None = None,
     ) -> Reduced:
         """Return the sums of ``added`` and the largest of ``kept`` over all ranks, for every name of any rank.
 
@@ -142,71 +145,90 @@ class Exchange:
             parts: The names of this rank, in the order of their numbers.
             added: Numbers to add up; of ranks with the same shard, those of the first. Whole numbers stay exact.
             kept: Numbers of which to keep the largest; NaN is larger than any.
-            failure: What went wrong on this rank, if something did. Every rank then raises `RankError`.
         """
         mine = tuple(parts)
         if mine != self._mine:
             self._mine, self._about = mine, pickle.dumps((self._options, mine))
-        own = _Said(self._about, failure, added, kept)
-        said = [_Said(*each) for each in gather_objects(tuple(own), what=self.what)]
-        _check_failures(self.what, [each.failure for each in said])
+        said = gather_objects(_Said(self._about, added, kept), what=self.what)
         about = [each.about for each in said]
-        if about != self._plans[0]:
-            self._plans = about, *self._plan(said)
-        _, holdings, places = self._plans
+        if about != self._plan[0]:
+            self._plan = about, *self._planned(said)
+        _, holdings, places = self._plan
         last = next(reversed(holdings.values()), Holding(slice(0, 0), slice(0, 0), (), 0))
         total, largest = np.zeros(last.added.stop), np.full(last.kept.stop, -np.inf)
-        for each, where in zip(said, places, strict=True):
-            total[where.added] += each.added[where.counts]
-            largest[where.kept] = np.maximum(largest[where.kept], each.kept)
+        for ranks, is_own, counts, to_added, to_kept in places:
+            sums = np.where(is_own, sum(said[rank].added for rank in ranks), said[ranks[0]].added)
+            total[to_added] += sums[counts]
+            largest[to_kept] = np.maximum(largest[to_kept], np.max([said[rank].kept for rank in ranks], axis=0))
         return Reduced(holdings, total, largest)
 
-    def _plan(self, said: list[_Said]) -> tuple[dict[str, Holding], list[_Places]]:
+    def _planned(self, said: list[_Said]) -> tuple[dict[str, Holding], list[_Places]]:
         """Return where the numbers of each name are, and where those of each rank go."""
-        read = {about: pickle.loads(about) for about in dict.fromkeys(each.about for each in said)}
-        _check_options(self.what, [read[each.about][0] for each in said])
-        parts_of: list[tuple[NamedPart, ...]] = [read[each.about][1] for each in said]
+        ranks_of: dict[bytes, tuple[int, ...]] = {}
+        for rank, one in enumerate(said):
+            ranks_of[one.about] = (*ranks_of.get(one.about, ()), rank)
+        read = {about: pickle.loads(about) for about in ranks_of}
+        _check_options(self.what, [read[one.about][0] for one in said])
+        # Ranks that have said the same are read once, however many they are.
+        alike: list[tuple[tuple[int, ...], tuple[NamedPart, ...]]] = [
+            (ranks, read[about][1]) for about, ranks in ranks_of.items()
+        ]
+        sent = {rank: found for ranks, parts in alike for found in [_slices(parts)] for rank in ranks}
         first: dict[str, NamedPart] = {}
-        holders: dict[str, list[int]] = {}
-        shards: dict[str, set[Hashable]] = {}
-        counts: list[list[bool]] = []
-        for rank, parts in enumerate(parts_of):
-            counts.append([])
+        holders: dict[str, tuple[int, ...]] = {}
+        shards: defaultdict[str, Counter[Hashable]] = defaultdict(Counter)
+        flags: list[tuple[list[bool], list[bool]]] = []
+        for ranks, parts in alike:
+            is_own, counts = [], []
             for part in parts:
-                _check_size(first.setdefault(part.name, part), part, rank)
-                known = shards.setdefault(part.name, set())
-                shard = self._shard_on(rank, part, said, parts_of)
-                counts[-1].append(shard not in known)  # of ranks with one shard, the first counts
-                known.add(shard)
-                holders.setdefault(part.name, []).append(rank)
-        holdings: dict[str, Holding] = {}
-        added = kept = 0
-        for name, part in first.items():
-            places = slice(added, added + part.added), slice(kept, kept + part.kept)
-            holdings[name] = Holding(*places, tuple(holders[name]), len(shards[name]))
-            added, kept = added + part.added, kept + part.kept
-        return holdings, [_places(*each, holdings) for each in zip(parts_of, counts, strict=True)]
+                _check_size(first.setdefault(part.name, part), part, ranks[0])
+                holders[part.name] = holders.get(part.name, ()) + ranks
+                known, shard = shards[part.name], self._shard(part.shard, said, sent)
+                is_own.append(shard is None)
+                counts.append(shard is None or shard not in known)  # of ranks with one shard, the first counts
+                known[shard] = known[shard] + len(ranks) if shard is None else 1
+            flags.append((is_own, counts))
+        slices = _slices(first.values())
+        holdings = {
+            name: Holding(*slices[name], tuple(sorted(ranks)), sum(shards[name].values()))
+            for name, ranks in holders.items()
+        }
+        return holdings, [_places(*each, *both, slices) for each, both in zip(alike, flags, strict=True)]
 
-    def _shard_on(
-        self, rank: int, part: NamedPart, said: list[_Said], parts_of: list[tuple[NamedPart, ...]]
-    ) -> Hashable:
-        """Return which shard of a name a rank holds; its own, if no other rank has the same."""
-        shard = part.shard
-        if isinstance(shard, SameIfEqual):
-            key = shard.by, shard.ranks
-            if shard.is_known and key not in self._same:
-                numbers = {_numbers(said[each], parts_of[each], shard.by) for each in shard.ranks}
-                self._same[key] = len(numbers) == 1
-            shard = ("group", shard.ranks) if self._same.get(key) else None
-        return ("rank", rank) if shard is None else shard
+    def _shard(self, shard: Hashable, said: list[_Said], sent: Mapping[int, _Slices]) -> Hashable:
+        """Return the shard that ranks with this declaration share; None if each has numbers of its own.
+
+        ``sent`` has the places of the numbers that each rank has said.
+        """
+        if not isinstance(shard, SameIfEqual):
+            return shard
+        key = shard.by, shard.ranks
+        if shard.is_known and key not in self._same:
+            self._same[key] = len({_numbers(said[rank], sent[rank].get(shard.by)) for rank in shard.ranks}) == 1
+        return ("group", shard.ranks) if self._same.get(key) else None
 
 
-def _places(parts: Sequence[NamedPart], counts: list[bool], holdings: Mapping[str, Holding]) -> _Places:
-    """Return the places of the numbers of a rank, which has ``parts``; ``counts`` says which of them are added."""
+def _slices(parts: Iterable[NamedPart]) -> _Slices:
+    """Return where the numbers of each name are, one name after the other."""
+    found: _Slices = {}
+    added = kept = 0
+    for part in parts:
+        found[part.name] = slice(added, added + part.added), slice(kept, kept + part.kept)
+        added, kept = added + part.added, kept + part.kept
+    return found
+
+
+def _places(
+    ranks: tuple[int, ...], parts: Sequence[NamedPart], is_own: list[bool], counts: list[bool], slices: _Slices
+) -> _Places:
+    """Return the places in the sum, whose ``slices`` are given, of the numbers of ranks that have the same parts."""
+    sizes = [part.added for part in parts]
     return _Places(
-        np.repeat(np.array(counts, dtype=bool), [part.added for part in parts]),
-        _index([holdings[part.name].added for part, is_counted in zip(parts, counts, strict=True) if is_counted]),
-        _index([holdings[part.name].kept for part in parts]),
+        ranks,
+        np.repeat(np.array(is_own, dtype=bool), sizes),
+        np.repeat(np.array(counts, dtype=bool), sizes),
+        _index([slices[part.name][0] for part, is_counted in zip(parts, counts, strict=True) if is_counted]),
+        _index([slices[part.name][1] for part in parts]),
     )
 
 
@@ -214,14 +236,9 @@ def _index(slices: list[slice]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(each.start, each.stop) for each in slices] or [np.zeros(0, dtype=np.int64)])
 
 
-def _numbers(said: _Said, parts: Sequence[NamedPart], name: str) -> bytes | None:
+def _numbers(said: _Said, found: tuple[slice, slice] | None) -> bytes | None:
     """Return the numbers that a rank has of one name; None if it has none."""
-    added = kept = 0
-    for part in parts:
-        if part.name == name:
-            return said.added[added : added + part.added].tobytes() + said.kept[kept : kept + part.kept].tobytes()
-        added, kept = added + part.added, kept + part.kept
-    return None
+    return None if found is None else said.added[found[0]].tobytes() + said.kept[found[1]].tobytes()
 
 
 def _check_size(first: NamedPart, part: NamedPart, rank: int) -> None:
@@ -230,13 +247,6 @@ def _check_size(first: NamedPart, part: NamedPart, rank: int) -> None:
             f"{part.name!r} has not the same size on all ranks: {part.added} + {part.kept} numbers on rank {rank}, "
             f"{first.added} + {first.kept} before it. Give every rank the same options."
         )
-
-
-def _check_failures(what: str, failures: list[str | None]) -> None:
-    failed = {rank: text for rank, text in enumerate(failures) if text}
-    if failed:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise RankError(f"{what} failed on {rank_names(tuple(failed))} of {len(failures)}. {told}", ranks=tuple(failed))
 
 
 def _check_options(what: str, options: list[dict[str, str]]) -> None:
@@ -253,17 +263,12 @@ def _check_options(what: str, options: list[dict[str, str]]) -> None:
 # -- metrics, by the rule that each declares -----------------------------------------------------------------------
 
 
-def _l2(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.sqrt(np.sum(values * values, axis=0))
-    return found
-
-
 _BY_RULE: Final[Mapping[str, Callable[[NDArray[np.float64]], Any]]] = {
     "mean": lambda values: np.mean(values, axis=0),
     "sum": lambda values: np.sum(values, axis=0),
     "max": lambda values: np.max(values, axis=0),
     "min": lambda values: np.min(values, axis=0),
-    "l2": _l2,
+    "l2": lambda values: np.sqrt(np.sum(values * values, axis=0)),
 }
 RULES: Final = (*_BY_RULE, "concat", "none")
 

@@ -17,8 +17,16 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.distributed.channels import connections, reaching, stop_reaching
-from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
+from hookline.distributed.ranks import (
+    connections,
+    gather_objects,
+    has_group,
+    rank_count,
+    rank_names,
+    reaching,
+    stop_reaching,
+    this_rank,
+)
 from hookline.distributed.reduce import check_rule, reduce_records, reduce_values
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import OptionError, RankError
@@ -142,7 +150,7 @@ class RankSync(OneProcess):
         super().__init__()
         self._rule_of, self._hooks = rule_of, hooks
         self.rank, self.size = this_rank(), rank_count()
-        self._connections = connections() if is_distributed() else None
+        self._connections = connections()
         self._run = str(next(_numbers))
         """The number of the run, the same on every rank."""
         self._is_exit = False
@@ -262,8 +270,7 @@ class RankSync(OneProcess):
         with self._reach():
             self._is_exit = is_exit
             if not self.is_lost and self._connections is not None:
-                self._connections.note_end(self._run)
-                missing = self._connections.wait_for_ends(self._run) if is_exit else []
+                missing = self._connections.end(self._run, is_exit=is_exit)
                 if missing:
                     self._go_on_alone("which were not written yet", f"{rank_names(missing)} did not end")
             yield not self.is_lost

@@ -1,7 +1,7 @@
 """The public names of ``hookline.sglang``, each with the module it lives in."""
 
-from hookline.sglang.dumper_config import DumperConfig as DumperConfig
 from hookline.sglang.general_dumper import Dumper as Dumper
+from hookline.sglang.general_dumper import DumperConfig as DumperConfig
 from hookline.sglang.general_dumper import dumper as dumper
 from hookline.sglang.model_runner import ModelRunner as ModelRunner
 from hookline.sglang.server_args import ServerArgs as ServerArgs

@@ -1,46 +1,142 @@
-"""Dump tensors by name and tags, from anywhere in a model's code: SGLang's general dumper, `dumper`.
+"""Dump tensors by name and tags, from a model's code or by hooks on its modules: SGLang's general dumper, `dumper`.
 
-Users call ``dumper.dump("q", q, dims="b s h")``; `non_intrusive` calls it from hooks. It filters by tags, numbers the
-dumps, and writes files or hands them to ``capture_output``. A file is
-``DIR/EXPERIMENT/step=0___rank=0___dump_index=1___name=x.pt`` and holds ``{"value", "meta"}``; read it with
-``torch.load(path, weights_only=True)``.
+Users call ``dumper.dump("q", q, dims="b s h")``. It filters by tags, numbers the dumps, and writes files or hands them
+to ``capture_output``. A file is ``DIR/EXPERIMENT/step=0___rank=0___dump_index=1___name=x.pt`` and holds ``{"value",
+"meta"}``; read it with ``torch.load(path, weights_only=True)``.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import itertools
 import logging
+import os
 import random
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from types import CodeType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from urllib.parse import quote
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hookline.distributed.ranks import gather_objects, rank_count, this_rank
 from hookline.errors import OptionError, ScopeError
 from hookline.files import replace_file
 from hookline.messages import type_name
-from hookline.sglang.dumper_config import DumperConfig, FilterExpression
-from hookline.sglang.non_intrusive import attach_dump_hooks, layer_running
 from hookline.sites import _torch
+from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.tensors import attach_tensor
-from hookline.sites.wrappers import clean_modules
-from hookline.tree import leaves
+from hookline.sites.wrappers import clean_modules, unwrap
+from hookline.specs.hook_spec import option_errors
+from hookline.tree import leaves, to_builtins
 
-__all__ = ["Dumper", "dumper", "host_copy"]
+if TYPE_CHECKING:
+    from hookline.sites.site_info import Site
+
+__all__ = ["Dumper", "DumperConfig", "dumper", "host_copy", "save_tensors"]
 
 logger = logging.getLogger(__name__)
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_OWN_TAGS: Final = ("step", "rank", "dump_index", "name")
+_NO_TAGS: Final[Mapping[str, Any]] = {}
+_LONGEST: Final = 240
+"""Bytes of a file's name; most file systems take 255."""
+
+# -- filters -------------------------------------------------------------------------------------------------------
+
+_NODES: Final = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.UnaryOp),
+    *(ast.Not, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mod, ast.FloorDiv, ast.Tuple, ast.List, ast.Set, ast.Call),
+)
+"""What a filter may be made of: nothing that reaches into an object, or runs for long."""
+_FUNCTIONS: Final[dict[str, Callable[[str, Any], bool]]] = {
+    "search": lambda pattern, text: re.search(pattern, "" if text is None else str(text)) is not None,
+    "match": lambda pattern, text: re.match(pattern, "" if text is None else str(text)) is not None,
+}
+
+
+class _Names(dict[str, Any]):
+    """Tags and functions by name; a tag that is not there is None."""
+
+    def __missing__(self, name: str) -> Any:
+        return _FUNCTIONS.get(name)
+
+
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    """Return the code of a filter; raise `OptionError` for anything but an expression over tags."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise OptionError(f"The filter {text!r} is no expression: {error.msg}.") from error
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES) or (isinstance(node, ast.Call) and ast.unparse(node.func) not in _FUNCTIONS):
+            shown = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+            raise OptionError(
+                f"The filter {text!r} has {shown!r}; it takes names, constants, comparisons, and, or, not, + - % //, "
+                "lists, and search(pattern, name), match(pattern, name)."
+            )
+    return compile(tree, "<filter>", "eval")
+
+
+def _is_wanted(filter: str | None, tags: Mapping[str, Any]) -> bool:
+    """Return whether a dump with these tags passes the filter."""
+    return filter is None or bool(eval(_compiled(filter), {"__builtins__": {}}, _Names(tags)))
+
+
+def _checked_filter(text: str) -> str:
+    _compiled(text)
+    return text
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
+class DumperConfig:
+    """The settings of the general dumper."""
+
+    enable: bool = False
+    """Whether anything is dumped."""
+    filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
+    """An expression over the tags, such as ``layer_id == 3 and search('mlp', name)``; None: all."""
+    dir: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir()) / "dumper"))
+    """The folder of all experiments."""
+    enable_output_file: bool = True
+    enable_output_console: bool = True
+    """Whether a line of the log (level INFO) says what was dumped."""
+    enable_value: bool = True
+    enable_grad: bool = False
+    """Whether the gradient of a dumped tensor is dumped when it arrives."""
+    exp_name: str | None = None
+    """The folder of this experiment in ``dir``; None: by the time, one for all ranks."""
+    non_intrusive_mode: Literal["core", "all", "off"] = "core"
+    """What hooks on modules dump: ``core`` (well-known inputs of the model), ``all``, ``off``."""
+
+    @classmethod
+    def from_env(cls) -> Self:
+        """Return what the variables ``DUMPER_ENABLE``, … say; a blank one is not set."""
+        found = {each.name: os.environ.get(f"DUMPER_{each.name.upper()}") for each in fields(cls)}
+        settings: dict[str, Any] = {name: text for name, text in found.items() if text}
+        return cls(**settings)
+
+
+DumperConfig.__init__ = option_errors(DumperConfig)(DumperConfig.__init__)  # type: ignore[method-assign]
+
+# -- the dumper ----------------------------------------------------------------------------------------------------
 
 
 class Dumper:
@@ -58,54 +154,22 @@ class Dumper:
     """
 
     def __init__(self, config: DumperConfig | None = None) -> None:
-        self._config: DumperConfig | None = None
-        self._filter: FilterExpression | None = None
-        self._tags = threading.local()
-        self._lock = threading.Lock()
-        self._files = _DumpFiles()
+        self._config = config
+        self._tags: ContextVar[Mapping[str, Any]] = ContextVar("tags of dumps", default=_NO_TAGS)
+        self._folder = functools.cache(_make_folder)
         self._captured: dict[str, dict[str, Any]] | None = None
-        self._step = 0
-        self._index = 0
-        if config is not None:
-            self._set(config)
-
-    # -- settings ----------------------------------------------------------------------------------------------
+        self._step, self._indices = 0, itertools.count()
 
     @property
     def config(self) -> DumperConfig:
         """The settings; read from the environment when they are first needed."""
         if self._config is None:
-            self._set(DumperConfig.from_env())
-        assert self._config is not None
+            self._config = DumperConfig.from_env()
         return self._config
 
     def configure(self, **settings: Any) -> None:
-        """Change settings, see `DumperConfig`; another ``dir`` or ``exp_name`` begins another folder."""
-        self._set(self.config.changed(settings))
-
-    def configure_default(self, **settings: Any) -> None:
-        """Change settings, but for those that the environment sets."""
-        self._set(self.config.with_defaults(settings))
-
-    def _set(self, config: DumperConfig) -> None:
-        old = self._config
-        if old is not None and (old.dir, old.exp_name) != (config.dir, config.exp_name):
-            self._files = _DumpFiles()
-        self._filter = None if config.filter is None else FilterExpression(config.filter)
-        self._config = config
-
-    def reset(self) -> None:
-        """Begin again: step 0, index 0, no tags of this thread, another folder; the settings stay."""
-        self._step = self._index = 0
-        self._tags.values = {}
-        self._files = _DumpFiles()
-
-    def get_state(self) -> dict[str, Any]:
-        """Return settings, step and index as plain values."""
-        config = {name: getattr(self.config, name) for name in DumperConfig.__slots__}
-        return {"config": config, "step": self._step, "dump_index": self._index}
-
-    # -- tags --------------------------------------------------------------------------------------------------
+        """Change settings, see `DumperConfig`."""
+        self._config = replace(self.config, **settings)
 
     def step(self) -> None:
         """Count the next step."""
@@ -113,38 +177,8 @@ class Dumper:
 
     def set_ctx(self, **tags: Any) -> None:
         """Give every dump of this thread more tags; None takes one away."""
-        given = {**self._ctx(), **tags}
-        self._tags.values = {key: value for key, value in given.items() if value is not None}
-
-    def ctx(self, function: Callable[[Any], Mapping[str, Any]] | None = None, /, **tags: Any) -> Any:
-        """Return a decorator that gives the dumps inside of a method tags: ``@ctx(k=v)``, ``@ctx(lambda self: {…})``.
-
-        The tags that were there before are there again when the method returns or raises.
-        """
-        if (function is None) == (not tags):
-            raise OptionError(
-                "ctx takes tags (@ctx(k=v)) or one function of the first argument (@ctx(lambda self: …))."
-            )
-
-        def decorate(method: _Function) -> _Function:
-            @functools.wraps(method)
-            def inside(*args: Any, **kwargs: Any) -> Any:
-                before = self._ctx()
-                self.set_ctx(**(tags if function is None else function(args[0])))
-                try:
-                    return method(*args, **kwargs)
-                finally:
-                    self._tags.values = before
-
-            return inside  # type: ignore[return-value]
-
-        return decorate
-
-    def _ctx(self) -> dict[str, Any]:
-        tags: dict[str, Any] = getattr(self._tags, "values", {})
-        return tags
-
-    # -- dumping -----------------------------------------------------------------------------------------------
+        given = {**self._tags.get(), **tags}
+        self._tags.set({key: value for key, value in given.items() if value is not None})
 
     def dump(
         self,
@@ -163,48 +197,16 @@ class Dumper:
             save: Whether a file is written; False: only the line of the log.
             dims: What the dimensions are, such as ``"b s h[tp]"``; kept in ``meta``.
             dims_grad: The same for the gradient, where it differs.
-            tags: More tags, for the filter, the file name and ``meta``.
+            tags: More tags, for the filter, the file name and ``meta``; ``step`` stands for the dumper's own.
         """
         if not self.config.enable:
             return
-        taken = [tag for tag in tags if tag in _OWN_TAGS]
-        if taken:
-            raise OptionError(f"The tag {taken[0]!r} is the dumper's own; give it another name.")
-        every = {"recompute_status": _recompute_status(), **_layer_tag(), **self._ctx(), **tags}
-        self._dump(name, value, self._step, every, {"dims": dims}, save=save)
+        status = "recompute" if _torch.in_recomputation() else "disabled"
+        every = {"recompute_status": status, "layer_id": _layer_running(), **self._tags.get(), **tags}
+        if self.config.enable_value:
+            self._dump(name, value, self._step, every, dims, save)
         if self.config.enable_grad:
-            self._dump_gradients(name, value, every, dims_grad or dims, save=save)
-
-    def dump_model(
-        self,
-        model: nn.Module,
-        name_prefix: str = "param",
-        save: bool = True,
-        get_grad: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad,
-        step: int | None = None,
-        **tags: Any,
-    ) -> None:
-        """Dump the parameters (``enable_model_value``) and their gradients (``enable_model_grad``) of a model.
-
-        ``get_grad`` finds a gradient that is not in ``.grad``; ``step`` stands for the dumper's own.
-        """
-        config = self.config
-        if not config.enable or not (config.enable_model_value or config.enable_model_grad):
-            return
-        at = self._step if step is None else step
-        for name, parameter in _named_parameters(model):
-            full, grad = f"{name_prefix}__{name}", get_grad(parameter)
-            if config.enable_model_value:
-                self._dump(full, parameter, at, {**self._ctx(), **tags}, {}, save=save)
-            if config.enable_model_grad and grad is not None:
-                self._dump(f"grad__{full}", grad, at, {**self._ctx(), **tags}, {}, save=save)
-
-    def dump_dict(self, prefix: str, values: Any, save: bool = True, **tags: Any) -> None:
-        """Dump each tensor of a mapping, or of an object's attributes, as ``prefix_key``."""
-        items = values if isinstance(values, Mapping) else vars(values)
-        for key, value in items.items():
-            if isinstance(value, Tensor):
-                self.dump(f"{prefix}_{key}", value, save=save, **tags)
+            self._dump_gradients(name, value, every, dims_grad or dims, save)
 
     def register_non_intrusive_dumper(self, model: nn.Module) -> HandleSet:
         """Attach hooks that dump what modules take and give, as ``non_intrusive_mode`` says; return their handles.
@@ -220,7 +222,7 @@ class Dumper:
         included, has the tag ``layer_id=3``. ``core``: the well-known arguments of the model alone, by their own names.
         ``off``: no hooks.
         """
-        return attach_dump_hooks(model, self.dump, self.config.non_intrusive_mode)
+        return _attach_hooks(model, self.dump, self.config.non_intrusive_mode)
 
     @contextmanager
     def capture_output(self) -> Iterator[dict[str, dict[str, Any]]]:
@@ -238,36 +240,34 @@ class Dumper:
         finally:
             self._captured = None
 
-    def _dump(
-        self, name: str, value: Any, step: int, tags: Mapping[str, Any], about: Mapping[str, Any], *, save: bool
-    ) -> None:
-        if self._filter is not None and not self._filter({**tags, "name": name}):
-            return
-        if not self.config.enable_value and not name.startswith("grad__"):
+    def _dump(self, name: str, value: Any, step: int, tags: Mapping[str, Any], dims: str | None, save: bool) -> None:
+        config = self.config
+        if not _is_wanted(config.filter, {**tags, "name": name}):
             return
         made = value() if callable(value) and not isinstance(value, Tensor) else value
-        with self._lock:
-            index, self._index = self._index, self._index + 1
-        heads = {"step": step, "rank": this_rank(), "dump_index": index, "name": name}
-        kept = {key: given for key, given in {**tags, **about}.items() if given is not None}
-        meta = {**heads, **kept, "world_size": rank_count()}
-        content = {"value": _copied(made), "meta": {key: _plain(given) for key, given in meta.items()}}
+        heads = {"step": step, "rank": this_rank(), "dump_index": next(self._indices), "name": name}
+        known = {key: given for key, given in tags.items() if given is not None}
+        meta = {**heads, **known, **({} if dims is None else {"dims": dims}), "world_size": rank_count()}
+        content = {"value": to_builtins(made, _plain), "meta": {key: _plain(given) for key, given in meta.items()}}
         if self._captured is not None:
             self._captured[name] = content
             return
-        config, path = self.config, None
+        path = None
         if save and config.enable_output_file:
             # The status is in the name of a file only where it says something.
-            named = {k: v for k, v in tags.items() if v is not None and (k, v) != ("recompute_status", "disabled")}
-            file = _file_name({**heads, **named})
-            path = self._files.write(config.dir, config.exp_name, config.cleanup_previous, file, content)
+            named = {key: given for key, given in known.items() if (key, given) != ("recompute_status", "disabled")}
+            text = "___".join(f"{key}={quote(str(given), safe=' ,[]()')}" for key, given in {**heads, **named}.items())
+            path = self._folder(config.dir, config.exp_name) / f"{text[:_LONGEST]}.pt"
+            try:
+                save_tensors(content, path)
+            except Exception as error:  # a full disk: the run is not to end by its dump
+                logger.warning("could not write %s: %r", path, error)
         if config.enable_output_console:
-            logger.info("dump %s step=%d rank=%d %s -> %s", name, step, heads["rank"], _shape(made), path)
+            shape = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type_name(made)
+            logger.info("dump %s step=%d rank=%d %s -> %s", name, step, heads["rank"], shape, path)
 
-    def _dump_gradients(self, name: str, value: Any, tags: Mapping[str, Any], dims: str | None, *, save: bool) -> None:
+    def _dump_gradients(self, name: str, value: Any, tags: Mapping[str, Any], dims: str | None, save: bool) -> None:
         """Dump the gradients of the tensors in ``value`` when they arrive, with step and tags of now."""
-        if callable(value) and not isinstance(value, Tensor):
-            return  # it makes its tensors only to be dumped: none of them gets a gradient
         step = self._step
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -275,69 +275,16 @@ class Dumper:
 
                 def see(grad: Tensor, full: str = full) -> None:
                     if self.config.enable:
-                        self._dump(full, grad, step, tags, {"dims": dims}, save=save)
+                        self._dump(full, grad, step, tags, dims, save)
 
                 attach_tensor(leaf, see, observe=True, name="dumper")
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in clean_modules(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{name}.{key}" if name else key, parameter
-
-
-def _layer_tag() -> dict[str, Any]:
-    layer = layer_running()
-    return {} if layer is None else {"layer_id": layer}
-
-
-def _recompute_status() -> str:
-    return "recompute" if _torch.in_recomputation() else "disabled"
-
-
-def _copied(value: Any) -> Any:
-    """Return plain containers with copies of the tensors, which hold their own numbers and no others."""
+def _plain(value: Any) -> Any:
+    """Return a copy of a tensor, a plain value itself, the text of anything else."""
     if isinstance(value, Tensor):
         return host_copy(value)
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copied(item) for item in value]
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
-
-
-def _shape(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type_name(value)
-
-
-# -- files -----------------------------------------------------------------------------------------------------
-
-_LONGEST: Final = 240
-"""Most file systems take 255 bytes."""
-
-
-class _DumpFiles:
-    """The folder of one experiment, decided at its first file."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-
-    def write(self, root: str, experiment: str | None, clear: bool, name: str, content: dict[str, Any]) -> Path | None:
-        """Write one file and return it; None if that failed, which is logged and ends nothing."""
-        if self.folder is None:
-            self.folder = _folder(Path(root), experiment, clear)
-        path = self.folder / name
-        try:
-            replace_file(path, lambda draft: torch.save(content, draft))
-        except Exception as error:  # a value that cannot be pickled, a full disk: the run is not to end by its dump
-            logger.warning("could not write %s: %r", path, error)
-            return None
-        return path
+    return value if type(value) in (str, int, float, bool, type(None)) else str(value)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -350,34 +297,91 @@ def host_copy(tensor: Tensor) -> Tensor:
     return copied.contiguous() if copied.layout is torch.strided else copied
 
 
-def _file_name(tags: Mapping[str, Any]) -> str:
-    """Return the name of a file with these tags; letters that no file may have are written as %2F and the like."""
-    text = "___".join(f"{key}={quote(str(value), safe=' ,[]()')}" for key, value in tags.items())
-    return f"{text[:_LONGEST]}.pt"
+def save_tensors(content: Mapping[str, Any], path: Path) -> None:
+    """Write a file of a dump, wholly or not at all."""
+    replace_file(path, lambda draft: torch.save(content, draft))
 
 
-def _folder(root: Path, experiment: str | None, clear: bool) -> Path:
-    """Return the folder of the experiment, the same on all ranks; with ``clear``, delete what earlier dumps left."""
+def _make_folder(dir: str, experiment: str | None) -> Path:
+    """Return the folder of the experiment, the same on all ranks."""
     if experiment is None:
         now = datetime.now(UTC)
         # random.Random(): the run's own random numbers stay as they are.
         drawn = random.Random().randrange(1000)
         mine = f"dump_{now.strftime('%Y%m%d_%H%M%S')}_{now.microsecond // 1000:03d}{drawn:03d}"
         experiment = gather_objects(mine, what="name of a dump")[0]
-    folder = root / experiment
-    if clear:
-        if this_rank() == 0:
-            for old in {folder, *root.glob("dump_*")}:
-                if _is_dump(old):
-                    shutil.rmtree(old)
-        gather_objects(None, what="clearing earlier dumps")
+    folder = Path(dir, experiment)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _is_dump(folder: Path) -> bool:
-    """Return whether a folder has nothing but dumps in it: what somebody else put there is not ours to delete."""
-    return folder.is_dir() and all(path.name.startswith("step=") for path in folder.iterdir())
+# -- hooks on modules ----------------------------------------------------------------------------------------------
+
+_CORE_FIELDS: Final = (
+    *("input_ids", "positions", "seq_lens", "req_pool_indices", "rids"),
+    *("position_ids", "cu_seqlens_q", "cu_seqlens_kv", "qkv_format"),
+)
+"""What ``core`` dumps of the model's arguments, and of the batch among them."""
+_LAYER: Final = re.compile(r"(?:.*\.)?layers\.(\d+)(?=\.|$)")
+_LAYERS: Final[weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
+"""The layers of all models that hooks of a dumper are on, with their numbers."""
+
+
+def _attach_hooks(model: nn.Module, dump: Callable[..., None], mode: str) -> HandleSet:
+    matches = {module: _LAYER.fullmatch(name) for name, module in clean_modules(model)}
+    _LAYERS.update({module: int(match[1]) for module, match in matches.items() if match})
+
+    def core(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for field, value in _core_fields(module, args, kwargs):
+            dump(field, value)
+
+    def inputs(module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
+        for key, value in (*enumerate(args), *kwargs.items()):
+            see(site.name, f"inputs.{key}", value)
+
+    def output(module: nn.Module, args: Any, value: Any, *, site: Site) -> None:
+        see(site.name, "output", value)
+
+    def see(module_name: str, part: str, value: Any) -> None:
+        layer = _LAYER.match(module_name)
+        tags = {"layer_id": int(layer[1])} if layer else {}
+        name = f"non_intrusive__{module_name}.{part}" if module_name else f"non_intrusive__{part}"
+        tensors = [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor)]
+        for path, tensor in tensors:
+            dump(name if len(tensors) == 1 else f"{name}.{path}", tensor, **tags)
+
+    handles = HandleSet()
+    options: dict[str, Any] = {"observe": True, "name": "dumper"}
+    if mode == "core":
+        handles.add(attach(model, core, on="forward_pre", with_kwargs=True, **options))
+    elif mode == "all":
+        handles.add(attach(model, "*", inputs, on="forward_pre", with_kwargs=True, **options))
+        handles.add(attach(model, "*", output, **options))
+    return handles
+
+
+def _core_fields(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the well-known arguments of a call, and those of the batch objects among them."""
+    try:
+        given = inspect.signature(unwrap(module).forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call itself will raise
+        given = kwargs
+    holders = [value for value in given.values() if hasattr(value, "__dict__") and not isinstance(value, Tensor)]
+    for field in _CORE_FIELDS:
+        found: Iterable[Any] = (given.get(field), *(getattr(holder, field, None) for holder in holders))
+        value = next((each for each in found if each is not None), None)
+        if value is not None:
+            yield field, value
+
+
+def _layer_running() -> int | None:
+    """Return the number of the innermost layer whose forward runs in this thread; None outside of any.
+
+    No tag is set and cleared, so that a forward that raises leaves nothing behind.
+    """
+    if not _LAYERS:
+        return None
+    return next((_LAYERS[module] for module in _torch.all_running() if module in _LAYERS), None)
 
 
 dumper: Final = Dumper()

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from threading import RLock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
-
-from torch.utils.hooks import RemovableHandle
 
 from hookline.sglang.server_args import ServerArgs
-from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.handle import HandleSet
 from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 from hookline.specs.hook_spec import HookSpec
 
@@ -48,11 +44,8 @@ class ModelRunner:
         self.model = model
         self.server_args = ServerArgs.from_dict(server_args) if isinstance(server_args, Mapping) else server_args
         self.hook_handles = HandleSet()
-        """The handles of what it has attached, in that order; ``remove()`` takes everything off. The next attachment
-        drops the handles of hooks that are off and have nothing to write."""
+        """The handles of what it has attached, in that order; ``remove()`` takes everything off."""
         self._is_initialized = False
-        self._closed: WeakSet[RemovableHandle] = WeakSet()
-        self._lock = RLock()
 
     def initialize(self, *, strict: bool = False, allow: Iterable[str] | None = None) -> None:
         """Attach what the settings ask for, once: called again it does nothing, also after hooks were removed.
@@ -63,16 +56,15 @@ class ModelRunner:
             strict: As for `register_hooks`.
             allow: What paths of factories may begin with, see `resolve_callable`; None allows all.
         """
-        with self._lock:
-            if self._is_initialized:
-                return
-            args = _as_args(self.server_args)
-            if args.enable_hooks and not args.hooks:
-                logger.warning("enable_hooks=True but no 'hooks' specified in server_args")
-            specs = args.hook_specs()
-            if specs:
-                self.register_hooks(specs, strict=strict, allow=allow)
-            self._is_initialized = True
+        if self._is_initialized:
+            return
+        args = _as_args(self.server_args)
+        if args.enable_hooks and not args.hooks:
+            logger.warning("enable_hooks=True but no 'hooks' specified in server_args")
+        specs = args.hook_specs()
+        if specs:
+            self.register_hooks(specs, strict=strict, allow=allow)
+        self._is_initialized = True
 
     def register_hooks(
         self,
@@ -87,23 +79,14 @@ class ModelRunner:
             Their handles alone; they are among ``hook_handles`` as well. See `register_hooks` of hookline.
         """
         handles = register_hooks(self.model, hook_specs, strict=strict, allow=allow)
-        with self._lock:
-            kept = [handle for handle in self.hook_handles if not self._is_finished(handle)]
-            self.hook_handles._handles = [*kept, *handles]  # a new list: another thread may iterate over the old one
+        for handle in handles:
+            self.hook_handles.add(handle)
         return handles
 
     def close(self) -> None:
         """Take all hooks off and call ``close()`` of those that have one. May be repeated."""
-        handles = list(self.hook_handles)
         self.hook_handles.remove()
-        close_hooks(hooks_of(handles))
-        self._closed.update(handles)
-
-    def _is_finished(self, handle: RemovableHandle) -> bool:
-        """Return whether its hook is off, with nothing left to write: a server that runs for weeks attaches many."""
-        if not isinstance(handle, HookHandle) or not handle.removed:
-            return False
-        return handle in self._closed or not any(callable(getattr(hook, "close", None)) for hook in hooks_of([handle]))
+        close_hooks(hooks_of(self.hook_handles))
 
     def __repr__(self) -> str:
         return f"<ModelRunner of {type(self.model).__name__}, {len(self.hook_handles)} hooks>"

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.errors import OptionError
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 _OWN: Final = ("enable_hooks", "hooks", "forward_hooks")
 
 
-class ServerArgs:
+class ServerArgs(SimpleNamespace):
     """Hold the settings of a server: its hooks on modules, and all others.
 
     Recipe::
@@ -51,12 +52,15 @@ class ServerArgs:
         enable_hooks: Whether ``hooks`` are attached.
         hooks: Hook specs: objects, of which copies are kept, or `HookSpec`.
         forward_hooks: The same by its newer name, which needs no switch: a list that has something in it is attached.
-        others: Any other settings; kept, and found as attributes.
+        others: Any other settings; kept as attributes.
     """
+
+    enable_hooks: bool
+    hooks: list[Any] | None
+    forward_hooks: list[Any] | None
 
     def __init__(
         self,
-        /,
         *,
         enable_hooks: bool = False,
         hooks: Iterable[HookSpec | Mapping[str, Any]] | None = None,
@@ -65,11 +69,8 @@ class ServerArgs:
     ) -> None:
         if not isinstance(enable_hooks, bool):  # "false" is true to Python
             raise OptionError(f"enable_hooks is true or false, got {enable_hooks!r}.")
-        self.enable_hooks = enable_hooks
-        self.hooks = _listed("hooks", hooks)
-        self.forward_hooks = _listed("forward_hooks", forward_hooks)
-        self.others = others
-        """The settings that are not about hooks, by name."""
+        given = {"hooks": _listed("hooks", hooks), "forward_hooks": _listed("forward_hooks", forward_hooks)}
+        super().__init__(enable_hooks=enable_hooks, **given, **others)
         for key in others:
             if meant := suggest(key, _OWN, cutoff=0.85):
                 logger.warning("server_args has %r, which is not about hooks%s", key, meant)
@@ -79,10 +80,7 @@ class ServerArgs:
         """Return the settings in a JSON object; keys that are not about hooks are kept."""
         if not isinstance(values, Mapping):
             raise OptionError(f"The settings of a server are an object with keys, got {type_name(values)}.")
-        given = {str(key): value for key, value in values.items()}
-        if given.get("enable_hooks", False) is None:
-            del given["enable_hooks"]
-        return cls(**given)
+        return cls(**{str(key): value for key, value in values.items()})
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -117,23 +115,6 @@ class ServerArgs:
     def hook_specs(self) -> list[HookSpec | Mapping[str, Any]]:
         """Return copies of what is to be attached: ``hooks`` if they are enabled, then ``forward_hooks``."""
         return own_copy([*((self.hooks or ()) if self.enable_hooks else ()), *(self.forward_hooks or ())])
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN or name == "others":  # being copied or unpickled, and not there yet
-            raise AttributeError(name)
-        try:
-            return self.others[name]
-        except KeyError:
-            raise AttributeError(f"These settings of a server have no {name!r}.") from None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ServerArgs) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]  # it has lists, and they may change
-
-    def __repr__(self) -> str:
-        shown = {name: getattr(self, name) for name in _OWN} | self.others
-        return f"ServerArgs({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def _listed(name: str, value: Any) -> list[Any] | None:

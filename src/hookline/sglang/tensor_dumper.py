@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-import torch
 from torch import Tensor, nn
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.files import replace_file
 from hookline.messages import nearest_names
-from hookline.sglang.general_dumper import host_copy
+from hookline.sglang.general_dumper import host_copy, save_tensors
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
@@ -47,39 +44,37 @@ class TensorDumper:
         self.folder = folder
         """Where the files are."""
         self.passes = 0
-        """How many passes were begun."""
+        """How many there are, the one that runs included."""
+        self.handles = HandleSet()
         self._root, self._top = root, top
         self._tensors: dict[str, Any] = {}
-        self._is_open = False
+        """What the pass that runs has so far."""
         self._is_past_top = False
-        self._lock = threading.RLock()
-        self.handles = HandleSet()
-
-    def get_dump_dir(self) -> str:
-        """Return the folder as a string."""
-        return str(self.folder)
 
     def add_tensor(self, name: str, value: Any) -> None:
         """Add copies of the tensors in ``value`` to the pass that runs; a name that is there gets ``#1``, ``#2``, …"""
-        with self._lock:
-            for path, tensors in _dumped(name, value):
-                self._tensors[self._free(path)] = tensors
+        for path, tensors in _copies(name, value):
+            number, free = 0, path
+            while free in self._tensors:
+                number += 1
+                free = f"{path}#{number}"
+            if not self._tensors:
+                self.passes += 1
+            self._tensors[free] = tensors
 
     def dump_current_tensors(self) -> Path | None:
         """Write what the pass that runs has so far, and return the file; None if there is nothing."""
-        with self._lock:
-            if not self._tensors:
-                return None
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"Pass{self.passes - 1:05d}.pt"
-            replace_file(path, lambda draft: torch.save(self._tensors, draft))
-            return path
+        if not self._tensors:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"Pass{self.passes - 1:05d}.pt"
+        save_tensors(self._tensors, path)
+        return path
 
     def remove(self) -> None:
         """Take the hooks off; what a pass without an end has left is written. May be repeated."""
         self.handles.remove(quiet=True)
-        with self._lock:
-            self._end()
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -90,66 +85,28 @@ class TensorDumper:
     def __repr__(self) -> str:
         return f"<TensorDumper in {self.folder}, {self.passes} passes>"
 
-    # -- hooks -------------------------------------------------------------------------------------------------
+    # -- passes: forwards of the root; where its forward() is called directly, from one top module to the next ---------
 
-    def _root_begins(self, module: nn.Module, args: Any) -> None:
-        with self._lock:
-            self._end()
-            self._begin()
-
-    def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        with self._lock:
-            self._end()
+    def _end(self, *call: Any) -> None:
+        """Write the pass; a hook on the root, before and after its forward."""
+        self.dump_current_tensors()
+        self._tensors, self._is_past_top = {}, False
 
     def _top_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        with self._lock:
-            if not self._is_in_root():
-                if self._is_past_top:
-                    self._end()
-                self._begin()
-            for value in (*args, *kwargs.values()):
-                self._add_batch(value)
+        if self._is_past_top and not _torch.times_running(self._root):
+            self._end()
+        for value in (*args, *kwargs.values()):
+            if isinstance(getattr(value, "tensors", None), dict) or _fields_of_batch(value):
+                self.add_tensor(self._top, value)
 
     def _see(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
-        with self._lock:
-            if self._is_past_top and site.name in self._tensors and not self._is_in_root():
-                self._end()  # the root's forward() was called directly, and begins again
-            self._begin()
-            self.add_tensor(site.name, output)
-            self._is_past_top = self._is_past_top or site.name == self._top
-            if self._is_past_top and not self._is_in_root():
-                self.dump_current_tensors()  # nobody will say that the pass is over
-
-    # -- passes ------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        if not self._is_open:
-            self._is_open = True
-            self.passes += 1
-
-    def _end(self) -> None:
-        if self._is_open:
-            self.dump_current_tensors()
-        self._tensors, self._is_open, self._is_past_top = {}, False, False
-
-    def _is_in_root(self) -> bool:
-        return bool(_torch.times_running(self._root))
-
-    def _free(self, name: str) -> str:
-        number, free = 0, name
-        while free in self._tensors:
-            number += 1
-            free = f"{name}#{number}"
-        return free
-
-    def _add_batch(self, value: Any) -> None:
-        """Add the fields of a batch that the top module is given: token ids, lengths, positions, hidden states."""
-        fields = {field: getattr(value, field, None) for field in _BATCH_FIELDS}
-        if not isinstance(value, Tensor) and all(isinstance(field, Tensor) for field in fields.values()):
-            for name, field in fields.items():
-                self.add_tensor(f"{self._top}.forward_batch_info.{name}", field)
-        elif _is_proxy(value):
-            self.add_tensor(self._top, value)
+        is_direct = not _torch.times_running(self._root)
+        if is_direct and self._is_past_top and site.name in self._tensors:
+            self._end()
+        self.add_tensor(site.name, output)
+        self._is_past_top = self._is_past_top or site.name == self._top
+        if is_direct and self._is_past_top:
+            self.dump_current_tensors()  # nobody will say that the pass is over
 
 
 def register_forward_hook_for_model(
@@ -191,20 +148,18 @@ def register_forward_hook_for_model(
     rank = tp_size * pp_rank + tp_rank
     dumper = TensorDumper(Path(dump_dir) / f"TP{tp_rank}_PP{pp_rank}_Rank{rank}_pid{os.getpid()}", root, top)
     options: dict[str, Any] = {"observe": True, "name": "TensorDumper"}
-    try:
-        dumper.handles.add(attach(model, dumper._root_begins, on="forward_pre", **options))
-        dumper.handles.add(attach(model, top, dumper._top_begins, on="forward_pre", with_kwargs=True, **options))
-        dumper.handles.add(attach(model, lambda name, module: name in chosen, dumper._see, **options))
-        dumper.handles.add(attach(model, dumper._root_ends, always_call=True, **options))
-    except BaseException:
-        dumper.handles.remove(quiet=True)
-        raise
+    add = dumper.handles.add
+    add(attach(model, dumper._end, on="forward_pre", **options))
+    add(attach(model, top, dumper._top_begins, on="forward_pre", with_kwargs=True, **options))
+    add(attach(model, lambda name, module: name in chosen, dumper._see, **options))
+    add(attach(model, dumper._end, always_call=True, **options))
     return dumper
 
 
-def _chosen(names: dict[str, nn.Module], top: str, layers: str, wanted: Iterable[int] | int | None) -> set[str]:
+def _chosen(names: Mapping[str, nn.Module], top: str, layers: str, wanted: Iterable[int] | int | None) -> set[str]:
     """Return the names of the top module and of all leaves outside of layers, or in one that is wanted."""
-    numbers = {name: int(name.removeprefix(layers).partition(".")[0]) for name in names if _is_in_layer(name, layers)}
+    parts = {name: name.removeprefix(layers).partition(".")[0] for name in names if name.startswith(layers)}
+    numbers = {name: int(part) for name, part in parts.items() if part.isdigit()}
     kept = set(numbers.values()) if wanted is None else {wanted} if isinstance(wanted, int) else set(wanted)
     unknown = sorted(kept - set(numbers.values()), key=str)
     if unknown:
@@ -214,27 +169,29 @@ def _chosen(names: dict[str, nn.Module], top: str, layers: str, wanted: Iterable
     return {top} | {name for name in leaf_names if name not in numbers or numbers[name] in kept}
 
 
-def _is_in_layer(name: str, layers: str) -> bool:
-    return name.startswith(layers) and name.removeprefix(layers).partition(".")[0].isdigit()
+def _fields_of_batch(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch like SGLang's ``ForwardBatch``; nothing of another value."""
+    fields = {name: getattr(value, name, None) for name in _BATCH_FIELDS}
+    found = {name: each for name, each in fields.items() if isinstance(each, Tensor)}
+    return found if len(found) == len(fields) else {}
 
 
-def _is_proxy(value: Any) -> bool:
-    """Return whether it carries tensors between the stages of a pipeline, as SGLang's ``PPProxyTensors`` does."""
-    return not isinstance(value, Tensor) and isinstance(getattr(value, "tensors", None), dict)
-
-
-def _dumped(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return names and copies: a tensor, or several, by the rules of SGLang's dump; other containers leaf by leaf."""
+def _copies(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and copies: a tensor, or several, by the rules of SGLang's dump; other containers leaf by leaf."""
+    proxy, logits = getattr(value, "tensors", None), getattr(value, "next_token_logits", None)
     if isinstance(value, Tensor):
-        return [(name, host_copy(value))]
-    if isinstance(getattr(value, "next_token_logits", None), Tensor):
-        return [(name, host_copy(value.next_token_logits))]
-    if _is_proxy(value):
-        return [(f"{name}.pp_proxy_tensors.{key}", host_copy(tensor)) for key, tensor in value.tensors.items()]
-    if type(value) in (tuple, list) and all(isinstance(item, Tensor | None) for item in value):
+        yield name, host_copy(value)
+    elif isinstance(logits, Tensor):
+        yield name, host_copy(logits)
+    elif isinstance(proxy, dict):  # between the stages of a pipeline
+        yield from ((f"{name}.pp_proxy_tensors.{key}", host_copy(each)) for key, each in proxy.items())
+    elif batch := _fields_of_batch(value):
+        yield from ((f"{name}.forward_batch_info.{key}", host_copy(each)) for key, each in batch.items())
+    elif type(value) in (tuple, list) and all(isinstance(item, Tensor | None) for item in value):
         copies = [host_copy(item) for item in value if item is not None]
-        return [(name, copies[0] if len(copies) == 1 else copies)] if copies else []
-    if children(value) is None:
+        if copies:
+            yield name, copies[0] if len(copies) == 1 else copies
+    elif children(value) is None:
         logger.warning("Unsupported type: %s of %s; nothing of it is dumped", type(value).__name__, name)
-        return []
-    return [(f"{name}.{path}", host_copy(leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)]
+    else:
+        yield from ((f"{name}.{path}", host_copy(leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor))

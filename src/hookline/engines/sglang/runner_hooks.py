@@ -12,13 +12,12 @@ import atexit
 import json
 import logging
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from hookline.engines.engine_modules import output_widths, probe_action
@@ -26,17 +25,13 @@ from hookline.engines.live_hooks import LiveHook, finite_metrics
 from hookline.engines.request_options import RequestOptions
 from hookline.engines.request_results import RequestResults
 from hookline.engines.session import Session
+from hookline.error_policy import error_text
 from hookline.errors import OptionError
 from hookline.factories.replacing import stream_of
 from hookline.factories.served_batch import tokens_of_batch
 from hookline.files import replace_file
 from hookline.observe.tokens import Tokens
 from hookline.specs.hook_spec import HookSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 __all__ = ["AROUND_CAPTURE", "CAN_RUN_GRAPH", "RUNNER", "SglangHooks", "hooks_of_runner", "install"]
 
@@ -50,8 +45,6 @@ _FORGET_AFTER: Final = 1024
 """Forwards without a token of it after which a request counts as ended: a runner is not told."""
 _MOST_ASKED: Final = 4096
 
-_Live = list[LiveHook]  # `SglangHooks` has a method of that name
-
 
 class SglangHooks:
     """The hooks of one model runner.
@@ -59,33 +52,27 @@ class SglangHooks:
     Recipe::
 
         hooks = hooks_of_runner(runner)
-        hooks.add([{"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:nan_alarm"}])
+        hooks.add({"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:nan_alarm"})
         hooks.ask("r1", {"hidden_states": {"layers": ["model.norm"]}})  # before the request "r1" begins
-        print(hooks.list(), hooks.metrics(), hooks.take("r1"))
+        print(hooks.live.list(), hooks.live.metrics(), hooks.take("r1"))
 
     Args:
-        model: The model of the runner.
+        runner: A model runner whose model is loaded.
         report: A folder for a file with the hooks and their metrics.
-        place: What the report of this worker is called.
-        hidden_size: How many numbers the model keeps for each token between its layers, if that is known.
-        tp_size: Into how many parts tensor parallelism cuts outputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        report: Path | None = None,
-        *,
-        place: str = "0",
-        hidden_size: int | None = None,
-        tp_size: int = 1,
-    ) -> None:
+    def __init__(self, runner: Any, report: Path | None = None) -> None:
         self.steps = 0
         """Forwards of the runner while there was a hook."""
-        self.session = Session(model, widths=output_widths(model, hidden_size), stream=stream_of)
-        self._results = RequestResults(self.session, check=_check_request, tp_size=tp_size)
+        hidden_size = getattr(getattr(runner, "model_config", None), "hidden_size", None)
+        self.session = Session(runner.model, widths=output_widths(runner.model, hidden_size), stream=stream_of)
+        self.live = self.session.live
+        """The hooks for all requests, to list and remove between two forwards."""
+        self._results = RequestResults(
+            self.session, check=lambda asked: _check_actions(asked.hooks), tp_size=_tensor_parallel_size()
+        )
         self._report = report
-        self._place = place
+        self._place = f"gpu{getattr(runner, 'gpu_id', 0)}"
         self._asked: dict[str, Any] = {}
         """What requests want that have not begun, by their ``rid``."""
         self._seen: dict[str, int] = {}
@@ -93,30 +80,13 @@ class SglangHooks:
         self._has_logged = False
         atexit.register(self.close)  # SGLang's processes are mostly killed, which no hook outlives
 
-    def add(self, specs: Sequence[Mapping[str, Any]]) -> _Live:
-        """Attach hooks, at the start or between two forwards; log what is wrong with a spec, and go on."""
-        added: _Live = []
-        for spec in specs:
-            try:
-                _check_action(spec)
-                added += self.session.live.add_all([spec])
-            except Exception as error:
-                logger.error("hook %r is not attached: %s: %s", spec.get("name"), type(error).__name__, error)
+    def add(self, spec: HookSpec | Mapping[str, Any]) -> Sequence[LiveHook]:
+        """Attach a hook, at the start or between two forwards; one that matches nothing is logged and left out."""
+        _check_actions([spec])
+        added = self.live.add_all([spec])
         for live in added:
             logger.info("hook %r is on %s", live.name, ", ".join(live.matched))
         return added
-
-    def remove(self, id: str) -> LiveHook:
-        """Remove a hook, and flush what it has."""
-        return self.session.live.remove(id)
-
-    def list(self) -> _Live:
-        """Return the hooks, the oldest first."""
-        return self.session.live.list()
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of each hook by its id."""
-        return self.session.live.metrics()
 
     def ask(self, rid: str, options: Mapping[str, Any]) -> None:
         """Let the request ``rid``, which has not begun, have hooks and hidden states; see `RequestOptions`."""
@@ -134,53 +104,53 @@ class SglangHooks:
         """Return whether a hook is on, or a request asked for something: forwards then run without CUDA graphs."""
         return bool(self._asked) or self.session.is_active
 
-    @contextmanager
-    def during_forward(self, batch: Any) -> Iterator[None]:
-        """Tell hooks whose tokens are in ``batch`` for the block, which runs it."""
+    def run(self, forward: Callable[[], Any], batch: Any) -> Any:
+        """Return what ``forward`` gives, and tell hooks whose tokens are in ``batch`` meanwhile."""
         if not self.is_active:
-            yield
-            return
-        table = self._table(batch)
+            return forward()
+        table = self._begin(batch)
         with self.session.step(table):
-            yield
-        self._after(table)
+            found = forward()
+        self._end(() if table is None else table.requests)
+        return found
 
-    def _after(self, table: Tokens | None) -> None:
-        """Take what a forward gave; does not raise: the answers of this forward are there."""
+    def _begin(self, batch: Any) -> Tokens | None:
+        """Return the table of a batch, and begin with requests that asked for something; None if nobody knows it."""
         try:
-            self._results.collect({} if table is None else {name: name for name in table.requests})
-        except Exception as error:
-            self._results.fail_running(OptionError(f"What hooks found in a forward could not be read ({error!r})."))
-            self._log_once(f"what hooks found in a forward could not be read: {type(error).__name__}: {error}")
-        self.steps += 1
-        if self.steps == _LOOK_AFTER:
-            self._name_silent()
-        if self.steps % _REPORT_EVERY == 0:
-            self.write_report()
-        for rid in [rid for rid, step in self._seen.items() if self.steps - step > _FORGET_AFTER]:
-            del self._seen[rid]
-            self._results.close(rid)
-
-    def _table(self, batch: Any) -> Tokens | None:
-        try:
-            table = tokens_of_batch(batch)
-            if table is None:
-                return None
-            table = _with_firsts(table, batch)
-            for row, rid in enumerate(table.requests):
-                self._note(rid, (table.firsts[row] or 0) + table.lengths[row])
+            table = _with_firsts(tokens_of_batch(batch), batch)
+            if table is not None:
+                for rid, first, length in zip(table.requests, table.firsts, table.lengths, strict=False):
+                    self._note(rid, (first or 0) + length)
             return table
         except Exception as error:  # another version of SGLang: hooks for all requests still work
-            self._log_once(f"the requests of a batch cannot be read: {type(error).__name__}: {error}")
+            self._log_once("the requests of a batch cannot be read", error)
             return None
 
     def _note(self, rid: str, tokens: int) -> None:
-        """Begin with a request that asked for something, which has so many tokens now."""
+        """Note a request of the forward that begins; if it asked for something, it has so many tokens now."""
         options = self._asked.pop(rid, None)
         if options is not None:
             self._results.open(rid, rid, options, prompt=tokens)
         if options is not None or rid in self._seen:
             self._seen[rid] = self.steps
+
+    def _end(self, rids: Sequence[str]) -> None:
+        """Take what a forward gave; does not raise: the answers of this forward are there."""
+        try:
+            self._results.collect({rid: rid for rid in rids})
+        except Exception as error:
+            self._results.fail_running(OptionError(f"What hooks found in a forward could not be read ({error!r})."))
+            self._log_once("what hooks found in a forward could not be read", error)
+        self.steps += 1
+        if self.steps == _LOOK_AFTER:
+            for live in self.live.list():
+                for name, cause in live.silent_sites().items():
+                    logger.warning("hook %r has not fired on %s in %d forwards: %s", live.name, name, self.steps, cause)
+        if self.steps % _REPORT_EVERY == 0:
+            self.write_report()
+        for rid in [rid for rid, step in self._seen.items() if self.steps - step > _FORGET_AFTER]:
+            del self._seen[rid]
+            self._results.close(rid)
 
     def close(self) -> None:
         """Write the last report, remove all hooks and flush them."""
@@ -191,57 +161,51 @@ class SglangHooks:
 
     def write_report(self) -> None:
         """Write the hooks of this worker and their metrics to its file, if a folder was given."""
-        folder = self._report
-        if folder is None:
+        if self._report is None:
             return
         try:
-            metrics = self.metrics()
-            hooks = [
-                {
-                    **live.to_plain(),
-                    "silent": live.silent_sites(),
-                    "metrics": finite_metrics(metrics.get(live.id, {})),
-                }
-                for live in self.list()
-            ]
+            metrics = self.live.metrics()
+            hooks = []
+            for live in self.live.list():
+                own = {"silent": live.silent_sites(), "metrics": finite_metrics(metrics.get(live.id, {}))}
+                hooks.append({**live.to_plain(), **own})
             content = json.dumps({"steps": self.steps, "hooks": hooks}, indent=1, allow_nan=False)
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / f"{socket.gethostname()}-{self._place}.json", content)
+            self._report.mkdir(parents=True, exist_ok=True)
+            replace_file(self._report / f"{socket.gethostname()}-{self._place}.json", content)
         except Exception as error:
-            self._log_once(f"the report cannot be written: {type(error).__name__}: {error}")
+            self._log_once("the report cannot be written", error)
 
-    def _name_silent(self) -> None:
-        for live in self.list():
-            for name, cause in live.silent_sites().items():
-                logger.warning("hook %r has not fired on %s in %d forwards: %s", live.name, name, self.steps, cause)
-
-    def _log_once(self, words: str) -> None:
+    def _log_once(self, words: str, error: Exception) -> None:
         if not self._has_logged:
             self._has_logged = True
-            logger.warning("%s", words)
+            logger.warning("%s: %s", words, error_text(error))
 
 
-def _with_firsts(table: Tokens, batch: Any) -> Tokens:
-    """Return the table with the positions of first tokens, where the host knows them by the lengths of sequences."""
-    if None not in table.firsts:
+def _with_firsts(table: Tokens | None, batch: Any) -> Tokens | None:
+    """Return the table with the positions of first tokens, where the host knows them by the lengths of sequences.
+
+    Of the tokens that speculation checks it does not: they are a tree.
+    """
+    firsts, ends = getattr(batch, "extend_prefix_lens_cpu", None), getattr(batch, "seq_lens_cpu", None)
+    if firsts is None and ends is not None and batch.forward_mode.is_decode():
+        firsts = [end - 1 for end in ends]
+    if table is None or firsts is None or None not in table.firsts:
         return table
-    prefixes, lengths = getattr(batch, "extend_prefix_lens_cpu", None), getattr(batch, "seq_lens_cpu", None)
-    if table.phase != "decode" and prefixes is not None:
-        return replace(table, firsts=tuple(map(int, prefixes)), _choices={})
-    if lengths is None:
-        return table
-    ends = zip(map(int, lengths), table.lengths, strict=False)
-    return replace(table, firsts=tuple(end - length for end, length in ends), _choices={})
+    return replace(table, firsts=tuple(map(int, firsts)), _choices={})
 
 
-def _check_request(options: RequestOptions) -> None:
-    for spec in options.hooks:
-        _check_action(spec)
+def _tensor_parallel_size() -> int:
+    """Return into how many parts tensor parallelism cuts outputs."""
+    try:
+        return int(import_module("sglang.srt.runtime_context").get_parallel().tp_size)
+    except Exception as error:  # another version of SGLang
+        logger.warning("it is not known whether tensor parallelism cuts outputs: %s", error_text(error))
+        return 1
 
 
-def _check_action(spec: HookSpec | Mapping[str, Any]) -> None:
-    """Refuse a probe that is to end answers."""
-    if probe_action(spec) == "stop":
+def _check_actions(specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
+    """Refuse probes that are to end answers."""
+    if any(probe_action(spec) == "stop" for spec in specs):
         raise OptionError("action='stop' ends no answer on SGLang; use action='metric' and read the report.")
 
 
@@ -280,11 +244,7 @@ def install(file: str, report: str | None = None) -> None:
     folder = Path(report).absolute() if report else None
     registry = import_module("sglang.srt.plugins.hook_registry")
     add, kinds = registry.HookRegistry.register, registry.HookType
-
-    def attach(result: Any, runner: Any) -> None:
-        _attach(runner, specs, folder)
-
-    add(f"{RUNNER}.load_model", attach, kinds.AFTER)
+    add(f"{RUNNER}.load_model", lambda result, runner: _attach(runner, specs, folder), kinds.AFTER)
     add(f"{RUNNER}.forward", _around_forward, kinds.AROUND)
     for path in AROUND_CAPTURE:
         add(path, _around_capture, kinds.AROUND)
@@ -299,31 +259,30 @@ def _attach(runner: Any, specs: Sequence[Mapping[str, Any]], report: Path | None
     if getattr(runner, "is_draft_worker", False) or runner in _HOOKS:
         return
     try:
-        hidden_size = getattr(getattr(runner, "model_config", None), "hidden_size", None)
-        place = f"gpu{getattr(runner, 'gpu_id', 0)}"
-        tp_size = int(getattr(runner, "tp_size", 1))
-        made = SglangHooks(runner.model, report, place=place, hidden_size=hidden_size, tp_size=tp_size)
-        made.add(specs)
+        made = _HOOKS[runner] = SglangHooks(runner, report)
     except Exception:
         logger.exception("hooks cannot be attached; the engine goes on without them")
         return
-    _HOOKS[runner] = made
+    for spec in specs:
+        try:
+            made.add(spec)
+        except Exception as error:
+            logger.error("hook %r is not attached: %s", spec.get("name"), error_text(error))
 
 
-def _around_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     hooks = hooks_of_runner(runner)
     if hooks is None:
-        return original(runner, *args, **kwargs)
-    with hooks.during_forward(args[0] if args else kwargs.get("forward_batch")):
-        return original(runner, *args, **kwargs)
+        return original(runner, forward_batch, *args, **kwargs)
+    return hooks.run(lambda: original(runner, forward_batch, *args, **kwargs), forward_batch)
 
 
-def _around_capture(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    hooks = hooks_of_runner(kwargs.get("model_runner"))
+def _around_capture(original: Callable[..., Any], *args: Any, model_runner: Any, **kwargs: Any) -> Any:
+    hooks = hooks_of_runner(model_runner)
     if hooks is None:
-        return original(*args, **kwargs)
-    with hooks.session.live.suspended():  # a graph would replay what they do, for whichever request
-        return original(*args, **kwargs)
+        return original(*args, model_runner=model_runner, **kwargs)
+    with hooks.live.suspended():  # a graph would replay what they do, for whichever request
+        return original(*args, model_runner=model_runner, **kwargs)
 
 
 def _unless_hooked(can_run: Any, graph_runner: Any, *args: Any, **kwargs: Any) -> bool | None:
