@@ -13,28 +13,21 @@ from weakref import WeakKeyDictionary
 
 from hookline import checkpoint_file
 from hookline.distributed.ranks import this_rank
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
 from hookline.integrations.host_manager import HostLogSink, check_report_to
-from hookline.integrations.wrapped import wrapped
+from hookline.load import needed_package
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.sites.functions.wrapped import wrapped
 from hookline.training.ranks import averaging_model
 
-try:
-    import accelerate  # noqa: F401  # asked for here, so that its absence is told before a loop is followed
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise  # it is there, and lacks something itself
-    raise MissingPackageError(
-        "hookline.integrations.accelerate needs the package accelerate: pip install 'hookline[accelerate]'."
-    ) from error
+with needed_package("accelerate", __name__):  # so that its absence is told before a loop is followed
+    import accelerate  # noqa: F401
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["follow"]
 
 
 def follow(

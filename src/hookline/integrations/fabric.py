@@ -21,8 +21,6 @@ from hookline.training.ranks import averaging_model
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
 
-__all__ = ["FabricCallback"]
-
 
 class FabricCallback:
     """Fire hooks in a loop that uses Lightning Fabric.

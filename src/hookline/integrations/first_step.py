@@ -21,8 +21,6 @@ from hookline.integrations.loop_events import BackwardLosses, LoaderPass, Loader
 from hookline.phases import phase
 from hookline.sites.optimizers import unwrap_optimizer
 
-__all__ = ["FirstStep", "find_model", "find_optimizers", "find_scaler"]
-
 _MOST_LOSSES: Final = 1000
 """How many are kept until the first step: in a process that makes none, they would be kept for ever."""
 

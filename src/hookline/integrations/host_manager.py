@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
@@ -22,19 +22,6 @@ from hookline.sinks.jsonl_sink import JSONLSink
 
 if TYPE_CHECKING:
     from hookline.specs.hook_spec import HookSpec
-
-__all__ = [
-    "HostLog",
-    "HostLogSink",
-    "check_alone",
-    "check_callback",
-    "check_options",
-    "check_report_to",
-    "hook_names",
-    "make_manager",
-    "recorder_of",
-    "sinks_or_usual",
-]
 
 _RECORDER: Final = "flight_recorder"
 _STEPS_TO_FLUSH: Final = 100
@@ -54,29 +41,36 @@ def make_manager(
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
         given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
-        _check_manager(manager, [name for name, value in given.items() if value is not None])
+        _check_manager(manager, [f"{name}=" for name, value in given.items() if value is not None])
         return manager, []
-    names, objects = _split(hooks)
+    listed = list(hooks or ()) if isinstance(hooks, list | tuple | set | frozenset | None) else [hooks]
     specs: list[HookSpec] = []
     if run_file is not None:
         from hookline.runs.build import build
         from hookline.runs.read import read_file
 
         built = build(read_file(run_file))
-        objects, specs = [*built.hooks, *objects], built.specs
+        listed, specs = [*built.hooks, *listed], built.specs
         sinks = [*built.make_sinks(), *(sinks or ())]
         options = {**built.options, **options}
-    if all(getattr(one, "name", "") != ALWAYS for one in objects):
-        names = [ALWAYS, *names]
+    if not _has(ALWAYS, listed):
+        listed = [ALWAYS, *listed]
     if options.get("log") is not None:
-        names += recorder_of([*names, *objects])
-    usual = {"on_error": "raise", "flush_every": _STEPS_TO_FLUSH}
-    return HookManager(names, [*objects, ResourcesHook()], sinks, loop_type=loop, **{**usual, **options}), specs
+        listed = with_recorder(listed)
+    named = [hook for hook in listed if isinstance(hook, str)]
+    made = [hook for hook in listed if not isinstance(hook, str)]
+    usual = {"on_error": "raise", "flush_every": _STEPS_TO_FLUSH, "loop_type": loop}
+    return HookManager(named, [*made, ResourcesHook()], sinks, **{**usual, **options}), specs
 
 
-def recorder_of(hooks: Iterable[Any]) -> list[str]:
-    """Return the name of the hook that a run with a log has too: it writes the last steps when something happens."""
-    return [] if _RECORDER in hook_names(list(hooks)) else [_RECORDER]
+def with_recorder(hooks: Iterable[Any]) -> list[Any]:
+    """Return the hooks of a run with a log: it has one too that writes the last steps when something happens."""
+    listed = list(hooks)
+    return listed if _has(_RECORDER, listed) else [*listed, _RECORDER]
+
+
+def _has(name: str, hooks: Iterable[Any]) -> bool:
+    return any(name == (hook if isinstance(hook, str) else getattr(hook, "name", "")) for hook in hooks)
 
 
 def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> None:
@@ -103,17 +97,9 @@ def _check_manager(manager: Any, given: list[str]) -> None:
         raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
     if given:
         raise OptionError(
-            f"manager= has its hooks and sinks already, and {', '.join(f'{name}=' for name in given)} was given beside "
-            "it. Next: give them to the manager."
+            f"manager= has its hooks and sinks already, and {', '.join(given)} was given beside it. Next: give them to "
+            "the manager."
         )
-
-
-def _split(hooks: Iterable[Any] | str | None) -> tuple[list[str], list[Any]]:
-    """Return the hooks that are named, and the others; one alone need not be in a list."""
-    if hooks is None:
-        return [], []
-    given = list(hooks) if isinstance(hooks, (list, tuple, set, frozenset)) else [hooks]
-    return [hook for hook in given if isinstance(hook, str)], [hook for hook in given if not isinstance(hook, str)]
 
 
 # -- callbacks of trainers -----------------------------------------------------------------------------------
@@ -125,19 +111,27 @@ def check_report_to(report_to: str | None, host: str) -> None:
         raise OptionError(f"report_to= is 'sinks' or {host!r}; got {report_to!r}. W&B's own sink goes into sinks=.")
 
 
-def check_callback(hooks: Any, report_to: str, options: Mapping[str, Any]) -> None:
-    """Raise if a ``HooklineCallback`` was given no hooks, or an unknown ``report_to``."""
+def sinks_of_callback(
+    hooks: Any, sinks: Iterable[Any] | None, report_to: str, options: Mapping[str, Any]
+) -> Iterable[Any] | None:
+    """Return the sinks of a ``HooklineCallback``; lines of JSON where metrics would go nowhere else.
+
+    Raises:
+        OptionError: if it was given no hooks, or an unknown ``report_to``.
+    """
     check_report_to(report_to, "trainer")
-    if hooks is None and not _brings_its_own(options):
+    has_own = options.get("run_file") is not None or options.get("manager") is not None
+    if hooks is None and not has_own:
         raise OptionError(
             "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
             "class; or run_file=, or manager=."
         )
+    return [JSONLSink()] if sinks is None and report_to == "sinks" and not has_own else sinks
 
 
-def check_alone(callbacks: Iterable[Any]) -> None:
+def check_alone(callbacks: Iterable[Any], kind: type) -> None:
     """Raise if a trainer has more than one of ours: its checkpoint has one file for the state of hooks."""
-    count = len(list(callbacks))
+    count = sum(isinstance(each, kind) for each in callbacks)
     if count > 1:
         raise OptionError(
             f"The Trainer has {count} HooklineCallbacks, or one twice, and takes one. Next: put all hooks into "
@@ -145,39 +139,16 @@ def check_alone(callbacks: Iterable[Any]) -> None:
         )
 
 
-def hook_names(hooks: Iterable[Any] | str | None) -> list[str]:
-    """Return what hooks are called that a callback was given, before any is made."""
-    names, objects = _split(hooks)
-    classes = [one if isinstance(one, type) else type(one) for one in objects]
-    return [*names, *(getattr(one, "name", "") or cls.__name__ for one, cls in zip(objects, classes, strict=True))]
-
-
-def sinks_or_usual(sinks: Iterable[Any] | None, options: Mapping[str, Any], *, reports: bool) -> Iterable[Any] | None:
-    """Return ``sinks``; lines of JSON where metrics would go nowhere else."""
-    return [JSONLSink()] if sinks is None and not reports and not _brings_its_own(options) else sinks
-
-
-def _brings_its_own(options: Mapping[str, Any]) -> bool:
-    """Return whether a run file or a manager has the hooks and sinks."""
-    return options.get("run_file") is not None or options.get("manager") is not None
-
-
-# -- the logger of a host -----------------------------------------------------------------------------------
-
-HostLog: TypeAlias = Callable[[dict[str, float], int], None]
-"""Takes the numbers of one step, and the step."""
-
-
 class HostLogSink(MetricSink):
-    """Give every number to ``log(metrics, step)``; a list becomes its mean, and text is left out.
+    """Give every number to the logger of a host; a list becomes its mean, and text is left out.
 
     Args:
-        log: What the host logs with.
+        log: Takes the numbers of one step, and the step.
         per_step: Call it once for each step. False: once for each record, with the mean over its steps, for hosts that
             log at their current step only.
     """
 
-    def __init__(self, log: HostLog, *, per_step: bool = True) -> None:
+    def __init__(self, log: Callable[[dict[str, float], int], None], *, per_step: bool = True) -> None:
         self._log = log
         self._per_step = per_step
 

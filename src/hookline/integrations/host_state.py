@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hookline.lifecycle.ranks import OneProcess
     from hookline.training.run import Run
 
-__all__ = ["check_state", "load_state", "save_state"]
-
 _FORMAT: Final = 2
 """A later one that cannot be read by this code has a higher number. 1 did not tell of which rank it is."""
 _PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held", "ranks")
@@ -30,12 +28,12 @@ _AWAY: Final = "\x1faway"
 """The key of a tensor that was not on the CPU: each rank puts it on its own device."""
 
 
-def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bool) -> dict[str, Any]:
+def save_state(run: Run, held: Mapping[int, Tensor], *, within: bool, all_ranks: bool) -> dict[str, Any]:
     """Return the state of ``run``.
 
     Args:
         run: The run.
-        held: Returns the gradients that are held for the next step.
+        held: The gradients that are kept for the next step, by the place of their parameter.
         within: Whether an epoch has begun and is not over.
         all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
     """
@@ -48,7 +46,7 @@ def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bo
             "run": run.state_dict(within=within),
             "manager": run.manager.state_dict(),
             "gradients": run.retention.state_dict(),
-            "held": held(),
+            "held": dict(held),
         }
 
     return _gather_states(make, ranks) if all_ranks and not ranks.is_single else _mark_state(make(), ranks)
@@ -67,7 +65,7 @@ def check_state(state: Mapping[str, Any], loop: str) -> None:
 
 
 def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
-    """Load this rank's part of ``state``, and return the gradients that were held.
+    """Load this rank's part of ``state``, and return the gradients that were kept.
 
     If the host says that it goes on after another ``step``, schedules follow the host.
     """

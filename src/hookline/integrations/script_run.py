@@ -22,8 +22,8 @@ from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, error_of_process, follow
-from hookline.integrations.host_facts import command_name
-from hookline.integrations.host_manager import recorder_of
+from hookline.integrations.host_manager import with_recorder
+from hookline.integrations.host_notes import command_name
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
@@ -33,8 +33,6 @@ from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.integrations.first_step import FirstStep
-
-__all__ = ["begin_script"]
 
 _FLUSH_EVERY: Final = 50
 """Steps: what a script loses at most when it is killed."""
@@ -95,7 +93,7 @@ class _ScriptRun:
             run = follow(
                 model,
                 optimizer,
-                [*built.hooks, *recorder_of(built.hooks)],  # on all ranks, which have the same hooks
+                with_recorder(built.hooks),  # on all ranks, which have the same hooks
                 sinks=[] if folder is None else built.make_sinks(),
                 log=None if folder is None else folder / LOG,
                 loader=first.loader,
@@ -154,7 +152,7 @@ def _end_by_signal(run: Follow) -> None:
     error = KeyboardInterrupt("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
     if run.manager.output.ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
         told = {"run/error": error_text(error_of_process() or error)}
-        run.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
+        run.manager.emit_metrics(told, run.epoch, HookPoint.POST_STEP)
     run.__exit__(KeyboardInterrupt, error, None)
 
 
