@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import subprocess
@@ -24,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline.cli.main import main
 from hookline.errors import OptionError
-from hookline.testing.model_hooks import HOOK_CALLS
 
 L = pytest.importorskip("lightning")
 
@@ -233,6 +233,18 @@ def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     assert "val_loss" in events.Tags()["scalars"]
 
 
+def test_the_report_at_the_end_goes_to_the_loggers_too(tmp_path: Path) -> None:
+    """Of 7 steps, which are counted: at the first, and for those up to the last."""
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[HooklineCallback(["norms"], report_to="trainer")],
+    )  # fmt: skip
+    trainer.fit(Net(), *_data())
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["norms/total_norm"]] == ["0", "6"]
+
+
 def test_a_trainer_takes_one_callback() -> None:
     first, second = HooklineCallback([Counting()], sinks=[]), HooklineCallback(["norms"], sinks=[])
     with pytest.raises(RuntimeError, match="more than one stateful callback"):  # Lightning's own
@@ -265,35 +277,6 @@ def _fabric_loop(folder: Path, callbacks: Any, *, epochs: int = 3, state: Any = 
     return [model.module.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
 
 
-class SeenInFabric(Seen):
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        torch.randn(2)
-        self.contexts.append(ctx)
-        return {"loss": ctx.loss}
-
-
-class NudgeInFabric(SeenInFabric):
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        with torch.no_grad():
-            ctx.model[0].weight[0, 0] += 1e-7
-        return super().compute(ctx)
-
-
-def test_a_loop_with_fabric_is_the_same_and_its_epochs_are_seen(tmp_path: Path) -> None:
-    plain = _fabric_loop(tmp_path, [])
-    seen, memory = SeenInFabric(), hl.sinks.MemorySink()
-    callback = FabricCallback([seen, "norms"], sinks=[memory])
-    hooked = _fabric_loop(tmp_path, [callback])
-    callback.close()
-    assert nested_differences(hooked, plain) == []
-    ends = [place for place in seen.places() if place[0] == "POST_EPOCH"]
-    assert ends == [("POST_EPOCH", epoch, epoch * 7 + 6) for epoch in range(3)]
-    assert all(ctx.loss > 0 for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP)
-    control = FabricCallback([NudgeInFabric()])
-    assert nested_differences(_fabric_loop(tmp_path, [control]), plain) != []
-    control.close()
-
-
 def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
     first = FabricCallback([Counting()])
     _fabric_loop(tmp_path, [first], epochs=2, save=True)
@@ -306,25 +289,6 @@ def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
 
 
 # -- run files and scripts ---------------------------------------------------------------------------------------
-
-
-def test_a_second_fit_with_a_run_file_attaches_hooks_on_modules_once(tmp_path: Path) -> None:
-    spec = "{name: s, target_modules: [net.0], hook_factory: 'hookline.testing.model_hooks:dummy_hook_factory'}"
-    (tmp_path / "run.yaml").write_text(f"hooks: [norms]\nspecs: [{spec}]\n")
-    net, calls = Net(), []
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
-        callbacks=[HooklineCallback(run_file=tmp_path / "run.yaml")],
-    )  # fmt: skip
-    for _ in range(2):
-        HOOK_CALLS.clear()
-        trainer.fit(net, _data()[0])
-        trainer.fit_loop.epoch_progress.reset()
-        calls.append(len(HOOK_CALLS))
-        assert not net.net[0]._forward_hooks
-    assert calls == [7, 7]
-    HOOK_CALLS.clear()
 
 
 SCRIPT = """

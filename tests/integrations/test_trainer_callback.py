@@ -114,25 +114,6 @@ def test_points_contexts_and_phases(tmp_path: Path) -> None:
     assert phases == [("train", True)] * 10 + [("eval", False)] * 2
 
 
-def test_accumulated_batches_give_the_numbers_of_one_large_batch(tmp_path: Path) -> None:
-    """Loss and gradients of a step of 2 x 2 sequences are those of a step of 4, without dropout."""
-
-    def metrics(size: int, accumulated: int) -> dict[Any, Any]:
-        model, sink = tiny_gpt2(), MemorySink()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        make_trainer(
-            tmp_path, HooklineCallback([Sums()], sinks=[sink]), model=model, num_train_epochs=1,
-            per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
-        ).train()  # fmt: skip
-        return metrics_of(sink)
-
-    whole, parts = metrics(4, 1), metrics(2, 2)
-    assert whole.keys() == parts.keys()
-    assert parts == pytest.approx(whole, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("stop", "strategy"),
     [

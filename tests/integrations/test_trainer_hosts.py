@@ -52,20 +52,6 @@ def test_a_compiled_model_has_plain_names_and_the_same_numbers(tmp_path: Path) -
     assert not any("_orig_mod" in name for name, _, _ in compiled)
 
 
-def test_metrics_join_the_tensorboard_run_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """report_to="trainer" beside the Trainer's own TensorBoard: one file of events has its loss and our metrics."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    make_trainer(
-        tmp_path, HooklineCallback(["norms"], report_to="trainer"), report_to="tensorboard", num_train_epochs=1,
-        logging_strategy="steps", logging_steps=5,
-    ).train()  # fmt: skip
-    (file,) = (tmp_path / "events").rglob("*tfevents*")
-    scalars = EventAccumulator(str(file)).Reload().Tags()["scalars"]
-    assert {"train/loss", "train/norms/total_norm"} <= set(scalars)
-
-
 def test_metrics_join_the_wandb_run_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """report_to="trainer" beside the Trainer's own W&B: the run that is open gets them, and no second one begins."""
     import wandb

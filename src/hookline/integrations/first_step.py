@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hookline.errors import NoMatchError
-from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.phases import phase
 from hookline.sites.optimizers import unwrap_optimizer
 
@@ -54,7 +54,7 @@ class FirstStep:
         self._latest: LoaderPass | None = None
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
         self._handles = [register_optimizer_step_pre_hook(self._take_step)]
-        self._passes = LoaderPasses(DataLoader, self._remember)
+        self._stop_passes = follow_passes(DataLoader, self)
         self._losses = BackwardLosses(most=_MOST_LOSSES)
 
     @property
@@ -74,15 +74,21 @@ class FirstStep:
         self._stop_noting()
 
     def _stop_noting(self) -> None:
-        self._passes.remove()
+        self._stop_passes()
         self._losses.remove()
         self._latest = None
 
-    def _remember(self, latest: LoaderPass) -> None:
-        self._latest = latest
-        if not self._is_over and phase() != "intervention" and self._at_batch(self):
+    def take_batch(self, each: LoaderPass) -> None:
+        """Remember the pass, and ask whether the wait is over."""
+        if self._is_over:
+            return
+        self._latest = each
+        if phase() != "intervention" and self._at_batch(self):
             self.remove()
-            latest.tell()  # the one who has begun gets this batch
+            each.listener.take_batch(each)  # the one who has begun gets this batch
+
+    def end_pass(self, each: LoaderPass) -> None:
+        """Wait on: the pass knows that it is over."""
 
     def _take_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over or phase() == "intervention":

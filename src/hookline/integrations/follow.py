@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.messages import type_name
 from hookline.phases import ENTERED
 from hookline.sites import _torch
@@ -139,7 +139,7 @@ class Follow:
         """What the user says that the loss of the step is."""
         self._may_nest = any(map(_has_several_steps, self._optimizers))
         self._error: BaseException | None = None
-        self._passes: list[LoaderPasses] = []
+        self._has_loader = False
         host.begin_run(model, self._optimizers[0], run_context=run_context, tells_phase=False, **parts)
         self._attached = ExitStack()
         self._attach(parts["loader"])
@@ -163,16 +163,14 @@ class Follow:
 
     def follow_loader(self, loader: Any) -> None:
         """Follow a loader of the training data."""
-        passes = LoaderPasses(loader, self._take_batch, self._end_pass)
-        self._passes.append(passes)
-        self._attached.callback(passes.remove)
+        self._attached.callback(follow_passes(loader, self))
+        self._has_loader = True
 
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
         losses.hand_to(self._losses)
-        if latest is not None and self._passes:
-            latest.hand_to(self._passes[0])
-            self._pass = latest
+        if latest is not None and self._has_loader:
+            latest.listener, self._pass = self, latest
 
     def when_closed(self, act: Callable[[], None]) -> None:
         """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
@@ -182,7 +180,7 @@ class Follow:
 
     def _is_deaf(self) -> bool:
         """Return whether what happens is none of the loop's: an intervention does it, or a process that was forked."""
-        return ENTERED.phase == "intervention" or self._process != os.getpid()
+        return ENTERED.phase == "intervention" or self._process != os.getpid() or not self._host.is_running
 
     @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -223,7 +221,8 @@ class Follow:
         if latest is not None and self._host.in_step and latest.count > self._batches_trained:
             self._host.replace_batch(latest.batch, latest.count - 1)
 
-    def _take_batch(self, each: LoaderPass) -> None:
+    def take_batch(self, each: LoaderPass) -> None:
+        """Begin a step with a batch, or add it to the one that is being made."""
         if self._is_deaf():
             return
         self._latest_pass = each
@@ -237,7 +236,7 @@ class Follow:
             self._begin_pass(each)
             self._host.replace_batch(each.batch, each.count - 1)
 
-    def _end_pass(self, each: LoaderPass) -> None:
+    def end_pass(self, each: LoaderPass) -> None:
         """End the epoch with its pass; if the step of the last batch is still to come, after that."""
         if each is self._pass and not self._host.in_step and self._steps_in_pass and not self._is_deaf():
             self._end_epoch()

@@ -1,27 +1,35 @@
-"""Make the manager of a host's run: from hooks as objects, from their names, or from a run file.
+"""Make the manager of a host's run, hand metrics to the host's logger, and write ``run.json`` beside the log.
 
-`HostRun` calls it with what the user gave to an adapter; the callbacks of trainers check their arguments here first.
-What a run file says of training itself (experiment, seed, device) is the host's to decide, and is passed over.
+`HostRun` calls it with what the user gave to an adapter: hooks as objects, their names, or a run file. What that says
+of training itself (experiment, seed, device) is the host's to decide, and is passed over.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import OptionError
+import torch
+from torch import nn
+
+from hookline.distributed.ranks import rank_count
+from hookline.errors import HooklineWarning, OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
-from hookline.messages import type_name, unknown_name_text
+from hookline.messages import caller_stacklevel, type_name, unknown_name_text
 from hookline.records.sink import MetricSink, Record
 from hookline.records.values import mean, number, numbers, step_axis, values_in
-from hookline.runs.build import ALWAYS
-from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.runs.build import ALWAYS, Built, build
+from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
+from hookline.training.loops import LoopResult
 
 if TYPE_CHECKING:
     from hookline.specs.hook_spec import HookSpec
+    from hookline.training.run import Run
 
 _RECORDER: Final = "flight_recorder"
 _STEPS_TO_FLUSH: Final = 100
@@ -40,27 +48,33 @@ def make_manager(
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
-        given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
-        _check_manager(manager, [f"{name}=" for name, value in given.items() if value is not None])
+        others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
+        _check_manager(manager, [f"{name}=" for name, value in others.items() if value is not None])
         return manager, []
-    listed = list(hooks or ()) if isinstance(hooks, list | tuple | set | frozenset | None) else [hooks]
-    specs: list[HookSpec] = []
-    if run_file is not None:
-        from hookline.runs.build import build
-        from hookline.runs.read import read_file
-
-        built = build(read_file(run_file))
-        listed, specs = [*built.hooks, *listed], built.specs
-        sinks = [*built.make_sinks(), *(sinks or ())]
-        options = {**built.options, **options}
+    built = _built(run_file)
+    given = list(hooks) if isinstance(hooks, list | tuple | set | frozenset) else [] if hooks is None else [hooks]
+    listed = [*built.hooks, *given]
     if not _has(ALWAYS, listed):
         listed = [ALWAYS, *listed]
     if options.get("log") is not None:
         listed = with_recorder(listed)
-    named = [hook for hook in listed if isinstance(hook, str)]
-    made = [hook for hook in listed if not isinstance(hook, str)]
-    usual = {"on_error": "raise", "flush_every": _STEPS_TO_FLUSH, "loop_type": loop}
-    return HookManager(named, [*made, ResourcesHook()], sinks, **{**usual, **options}), specs
+    made = built.make_manager(
+        [*(hook for hook in listed if not isinstance(hook, str)), ResourcesHook()],
+        hook_names=[hook for hook in listed if isinstance(hook, str)],
+        sinks=[*built.make_sinks(), *(sinks or ())],
+        loop_type=loop,
+        **{"flush_every": _STEPS_TO_FLUSH, **options},
+    )
+    return made, built.specs
+
+
+def _built(run_file: str | Path | None) -> Built:
+    """Return what a run file names; it is read by what takes 0.4 s to import."""
+    if run_file is None:
+        return Built()
+    from hookline.runs.read import read_file
+
+    return build(read_file(run_file))
 
 
 def with_recorder(hooks: Iterable[Any]) -> list[Any]:
@@ -74,7 +88,7 @@ def _has(name: str, hooks: Iterable[Any]) -> bool:
 
 
 def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> None:
-    """Raise if one is not an option of a manager; say where the options of watches and schedules go.
+    """Raise if one is not an option of a manager.
 
     Args:
         options: What an adapter was given beyond its own parameters.
@@ -84,10 +98,7 @@ def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> 
     known = [name for name in taken if name not in ("hook_names", "loop_type", "options")]
     for name in options:
         if name in ("every", "on", "stats"):
-            raise OptionError(
-                f"{name}= belongs to the watch: hooks=[hookline.watch(model, {name}=...)]. How often it reports: "
-                "loop='step', snapshot_every=10."
-            )
+            raise OptionError(f"{name}= belongs to the watch: hooks=[hookline.watch(model, {name}=...)].")
         if name not in known:
             raise OptionError(f"There is no option {name}= here.{unknown_name_text(name, known)}")
 
@@ -102,41 +113,13 @@ def _check_manager(manager: Any, given: list[str]) -> None:
         )
 
 
-# -- callbacks of trainers -----------------------------------------------------------------------------------
+# -- the logger of a host -----------------------------------------------------------------------------------
 
 
 def check_report_to(report_to: str | None, host: str) -> None:
     """Raise if ``report_to`` is neither ``"sinks"`` nor what this host calls its own logger."""
     if report_to not in ("sinks", host):
         raise OptionError(f"report_to= is 'sinks' or {host!r}; got {report_to!r}. W&B's own sink goes into sinks=.")
-
-
-def sinks_of_callback(
-    hooks: Any, sinks: Iterable[Any] | None, report_to: str, options: Mapping[str, Any]
-) -> Iterable[Any] | None:
-    """Return the sinks of a ``HooklineCallback``; lines of JSON where metrics would go nowhere else.
-
-    Raises:
-        OptionError: if it was given no hooks, or an unknown ``report_to``.
-    """
-    check_report_to(report_to, "trainer")
-    has_own = options.get("run_file") is not None or options.get("manager") is not None
-    if hooks is None and not has_own:
-        raise OptionError(
-            "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
-            "class; or run_file=, or manager=."
-        )
-    return [JSONLSink()] if sinks is None and report_to == "sinks" and not has_own else sinks
-
-
-def check_alone(callbacks: Iterable[Any], kind: type) -> None:
-    """Raise if a trainer has more than one of ours: its checkpoint has one file for the state of hooks."""
-    count = sum(isinstance(each, kind) for each in callbacks)
-    if count > 1:
-        raise OptionError(
-            f"The Trainer has {count} HooklineCallbacks, or one twice, and takes one. Next: put all hooks into "
-            "one: HooklineCallback([first, second])."
-        )
 
 
 class HostLogSink(MetricSink):
@@ -165,3 +148,96 @@ class HostLogSink(MetricSink):
                 rows.setdefault(step if self._per_step else last, {}).setdefault(name, []).append(single)
         for step in sorted(rows):
             self._log({name: mean(values) for name, values in rows[step].items()}, step)
+
+
+# -- run.json -------------------------------------------------------------------------------------------------
+
+
+def open_notes(manager: HookManager, context: Mapping[str, Any], *, is_own: bool) -> RunNotes:
+    """Return what writes ``run.json`` beside the log of a run, as ``hookline run`` does; nothing where there is no log.
+
+    Args:
+        manager: Has the log. It is opened in the folder of the run, where a sink writes there too and no other log was
+            asked for.
+        context: What hooks and sinks are told of the run.
+        is_own: Whether the manager was made for this run; one that was given is its maker's to describe.
+    """
+    fan_out = manager.fan_out
+    if is_own and "run_dir" in context and not all(isinstance(each, HostLogSink) for each in fan_out.sinks):
+        try:
+            fan_out.open_log(Path(context["run_dir"]) / LOG)
+        except OptionError as error:  # a Trainer that was interrupted in the same notebook has it open
+            text = f"This run has no log, and no page: {error}"
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+    log = fan_out.log
+    if not is_own or log is None or log.name != LOG:
+        return RunNotes(Path(), manager, [], is_written=False)
+    return RunNotes(log.parent, manager, fan_out.sinks)
+
+
+def host_facts(model: nn.Module, optimizer: Any, context: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``run.json`` says of a run when it begins."""
+    first = next(model.parameters(), torch.empty(0))
+    return {
+        "experiment": context.get("experiment_name") or Path(sys.argv[0]).stem or "run",
+        "path": sys.argv[0],
+        "strategy": STRATEGY,
+        "command": [sys.executable, *sys.argv],
+        "config": arguments_by_name(sys.argv[1:]),
+        "optimizer": type(optimizer).__name__,
+        "ranks": rank_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(first.device),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "model": model_facts(model),
+    }
+
+
+def close_notes(notes: RunNotes, run: Run, seconds: float, error: BaseException | None) -> None:
+    """Write how a run ended, and which hooks have not fired."""
+    notes.add(silent=_why_silent(run.manager))
+    status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    loss = None if run.loss is None else float(run.loss)
+    notes.end(
+        status, seconds, result=LoopResult(run.num_epochs, run.step + 1, stopped_early=False, loss=loss), error=error
+    )
+
+
+def _why_silent(manager: HookManager) -> dict[str, str]:
+    """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
+    plan = manager.plan
+    told = {*manager.hooks.errors, *plan.left_out}
+    found = {}
+    for name in (name for name in manager.hooks if not manager.hooks.fired[name] and name not in told):
+        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
+        found[name] = f"it is due at {' and '.join(due)}"
+    return found
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return the name of the script in a command: of the first Python file, of the module, or of the program."""
+    for place, word in enumerate(command):
+        if word.endswith(".py"):
+            return Path(word).stem
+        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
+            return command[place + 1].rpartition(".")[2]
+    return Path(command[0]).name
+
+
+def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a script by name, so that those of two runs can be compared.
+
+    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp"])`` is ``{"lr": "1e-3", "amp": True}``.
+
+    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag are
+    together the ``arguments``.
+    """
+    found: dict[str, Any] = {}
+    name = "arguments"
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals else True
+        else:
+            found[name] = word if found.get(name, True) is True else f"{found[name]} {word}"
+    return found

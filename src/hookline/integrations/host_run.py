@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
-from hookline.integrations.host_manager import HostLogSink, check_options, make_manager
-from hookline.integrations.host_notes import close_notes, host_facts, open_notes
+from hookline.integrations.host_manager import (
+    HostLogSink,
+    check_options,
+    close_notes,
+    host_facts,
+    make_manager,
+    open_notes,
+)
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
@@ -88,7 +94,6 @@ class HostRun:
         loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.
         snapshot_every: How many steps (or epochs) from one SNAPSHOT to the next; 0 for none.
             If left out: 10 steps at first and ever more later (144 reports in 1,000,000 steps), or 1 epoch.
-        capabilities: What the run can do besides, for hooks with ``requires``.
         report_to: The logger of the host, which gets every number too.
         options: Those of `HookManager`: ``hook_config``, arguments of hooks that are given by name; ``on_error``, what
             happens when a hook raises, ``"raise"``, ``"warn"`` or ``"disable"``; ``flush_every``, how many steps from
@@ -104,7 +109,6 @@ class HostRun:
         manager: HookManager | None = None,
         loop: str | None = None,
         snapshot_every: int | None = None,
-        capabilities: Iterable[str] = (),
         report_to: HostLogSink | None = None,
         **options: Any,
     ) -> None:
@@ -117,7 +121,6 @@ class HostRun:
         if self._loop == "step" and self._snapshots.every:
             for hook in self.manager.hooks.values():
                 hook.look_at_reports(self._snapshots)
-        self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
         if report_to is not None:
             self.manager.fan_out.add(report_to)
         self.run: Run | None = None  # what is under way
@@ -173,7 +176,7 @@ class HostRun:
         self.end_run()  # a host that failed said nothing
         experiment, manager = HostExperiment(model, optimizer, **parts), self.manager
         manager.plan.use_loop(self._loop)
-        manager.set_capabilities(experiment.capabilities | self._capabilities)
+        manager.set_capabilities(experiment.capabilities)
         manager.reset_all()
         manager.global_step = step - 1
         context = run_context or {}
@@ -343,15 +346,12 @@ class HostRun:
         if self.run is not None and self.in_step and self._is_looked_at:
             self._held = [(one, one.grad) for one in self.run.experiment.model.parameters() if one.grad is not None]
 
-    def end_step(
-        self, *, loss: Tensor | float | None = None, trained: bool = True, metrics: Mapping[str, Any] | None = None
-    ) -> None:
+    def end_step(self, *, loss: Tensor | float | None = None, trained: bool = True) -> None:
         """End a step, after the optimizer and the scheduler: fire POST_STEP, and SNAPSHOT if steps are counted.
 
         Args:
             loss: Of the whole step, still on its device; None if the host does not tell.
             trained: Whether the weights were updated; False where a scaler passed over the step.
-            metrics: What else the step told of itself: ``{"train_acc": ...}``.
         """
         run = self.run
         if run is None or not self.in_step:
@@ -362,7 +362,7 @@ class HostRun:
             loss = loss.detach()
         held, self._held = self._held, []
         with _shown([(parameter, grad) for parameter, grad in held if parameter.grad is None]):
-            run.take_result(StepResult(loss, trained, metrics or {}))
+            run.take_result(StepResult(loss, trained))
             run.fire(HookPoint.POST_STEP)
             if self._wants_previous and self.manager.plan.needs("needs_prev_step_grads", step=run.step + 1):
                 # Copies, since the host may clear them in place.

@@ -10,15 +10,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
-from hookline.integrations.host_manager import HostLogSink, check_alone, sinks_of_callback
-from hookline.integrations.host_run import HostRun
+from hookline.integrations.host_callback import HostCallback
 from hookline.load import needed_package
 from hookline.messages import caller_stacklevel
 from hookline.phases import phase
@@ -31,10 +29,8 @@ with needed_package("lightning", __name__):
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.manager import HookManager
 
-
-class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look into lightning
+class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy does not look into lightning
     """Fire hooks in a Lightning ``Trainer``.
 
     Recipe::
@@ -57,23 +53,11 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         report_to: ``"trainer"`` hands metrics to the Trainer's loggers as well, and so to its W&B or TensorBoard run,
             which stays one run. ``"sinks"`` does not.
         options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
-            ``flush_every``, ``on_error``, ``capabilities``.
+            ``flush_every``, ``on_error``, …
     """
 
-    def __init__(
-        self,
-        hooks: Iterable[Any] | str | None = None,
-        *,
-        sinks: Iterable[Any] | None = None,
-        report_to: str = "sinks",
-        **options: Any,
-    ) -> None:
-        sinks = sinks_of_callback(hooks, sinks, report_to, options)
-        log = HostLogSink(self._log_metrics) if report_to == "trainer" else None
-        self._make_host = partial(HostRun, hooks, sinks=sinks, report_to=log, **options)
-        self._tells_context = options.get("manager") is None
-        self._trainer: Any = None
-        self._attached = ExitStack()
+    def __init__(self, hooks: Iterable[Any] | str | None = None, **options: Any) -> None:
+        super().__init__(hooks, **options)
         self._losses: list[Tensor] = []
         """What ``training_step`` has returned."""
         self._backward_losses: list[Tensor] = []
@@ -86,28 +70,13 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         self._kept: dict[str, Any] | Exception = {}
         """The state at the end of the run, for a checkpoint that is saved after it; or why there is none."""
 
-    @cached_property
-    def _host(self) -> HostRun:
-        """The run, made when it is first asked for: then ranks are known, and only rank 0 opens sinks."""
-        return self._make_host()
-
-    @property
-    def manager(self) -> HookManager:
-        """The manager of the hooks: their metrics, errors and costs."""
-        return self._host.manager
-
-    def close(self) -> None:
-        """Close the sinks. May be called again."""
-        self._end(None)
-        self._host.close()
-
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
-        check_alone(trainer.callbacks, HooklineCallback)
-        self._end(None)  # of a run that failed
-        self._trainer, self._kept = trainer, {}
+        self._end()  # of a run that failed
+        self._attach_to(trainer, trainer.callbacks)
+        self._kept = {}
         if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
             warnings.warn(
                 f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew: it was saved "
@@ -131,7 +100,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             accumulate=int(trainer.accumulate_grad_batches),
             clip_norm=(trainer.gradient_clip_val or None) if by_norm and is_automatic else None,
             config=getattr(pl_module, "hparams", None),
-            run_context={"run_dir": str(folder), "strategy": "trainer"} if self._tells_context else None,
+            run_context={"run_dir": str(folder), "strategy": "trainer"},
         )
         for optimizer in trainer.optimizers:
             self._attached.callback(optimizer.register_step_post_hook(self._note_step).remove)
@@ -147,16 +116,15 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
                 self._kept = copied(self._host.state_dict(all_ranks=True))
             except Exception as error:  # matters only to one who saves
                 self._kept = error
-        self._end(None)
+        self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run as the Trainer does; what was recorded until then is written."""
         self._end(exception)
 
-    def _end(self, error: BaseException | None) -> None:
-        self._attached.close()
-        self._losses, self._backward_losses, self._trainer = [], [], None
-        self._host.end_run(error)
+    def _end(self, error: BaseException | None = None) -> None:
+        self._losses, self._backward_losses = [], []
+        super()._end(error)
 
     # -- epochs and steps ----------------------------------------------------------------------------------------
 
@@ -250,8 +218,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
 
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self._trainer.loggers if self._trainer is not None else ():
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
 

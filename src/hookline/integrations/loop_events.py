@@ -1,6 +1,6 @@
 """Notice what a loop does without an edit in it: the losses of its backwards, and the passes over its loader.
 
-`Follow` and the start of a followed script make a `BackwardLosses` and a `LoaderPasses`. Both change torch's functions
+`Follow` and `FirstStep` make a `BackwardLosses` and call `follow_passes`. Both change torch's functions
 for as long as they last, and leave the tensors of the loop as they are; the device is not waited for.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -173,15 +173,18 @@ def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # -- batches -----------------------------------------------------------------------------------------------------
 
 
-class LoaderPasses:
-    """Tell when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
+class PassListener(Protocol):
+    """What is told of the passes over a loader."""
 
-    Recipe::
+    def take_batch(self, each: LoaderPass) -> None:
+        """Take the batch of a pass, before the loop gets it."""
 
-        passes = LoaderPasses(loader, on_batch, on_end)
-        for batch in loader:  # calls on_batch(each) each time, on_end(each) after the last one
-            ...
-        passes.remove()
+    def end_pass(self, each: LoaderPass) -> None:
+        """Hear that there is no batch left."""
+
+
+def follow_passes(loader: Any, listener: PassListener) -> Callable[[], None]:
+    """Tell ``listener`` when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
 
     The ``__iter__`` of the loader's class is wrapped for as long as it is followed: the iterator of the loader is put
     into a `LoaderPass`, which hands everything through. Other objects of the class get their own iterator.
@@ -189,38 +192,26 @@ class LoaderPasses:
     Args:
         loader: A ``DataLoader``, or an object of any class in Python that can be iterated; or such a class, for all of
             its objects.
-        on_batch: Called with the `LoaderPass`, which has the batch, before the loop gets it.
-        on_end: Called with the `LoaderPass` when there is no batch left.
+        listener: It hears of passes that are under way when this ends, too.
+
+    Returns:
+        The function that ends it; it may be called again.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        on_batch: Callable[[LoaderPass], None],
-        on_end: Callable[[LoaderPass], None] = lambda each: None,
-    ) -> None:
-        self.on_batch, self.on_end = on_batch, on_end
-        self._loader = loader
-        owner = _owner_of_iter(loader if isinstance(loader, type) else type(loader))
-        self._end = wrapped(owner, "__iter__", self._iter)
+    def iterate(original: Any, each: Any) -> Any:
+        is_followed = each is loader or isinstance(loader, type)
+        return LoaderPass(original(each), listener, each) if is_followed else original(each)
 
-    def _iter(self, original: Any, loader: Any) -> Any:
-        is_followed = loader is self._loader or isinstance(self._loader, type)
-        return LoaderPass(original(loader), self, loader) if is_followed else original(loader)
-
-    def remove(self) -> None:
-        """Follow it no more; may be called again, and while a pass is under way."""
-        self._end()
-        self.on_batch = self.on_end = _ignore
-        self._loader = None
+    return wrapped(_owner_of_iter(loader if isinstance(loader, type) else type(loader)), "__iter__", iterate)
 
 
 class LoaderPass:
     """One pass over a loader: the loader's own iterator, with its batches announced."""
 
-    def __init__(self, iterator: Iterator[Any], passes: LoaderPasses, loader: Any) -> None:
+    def __init__(self, iterator: Iterator[Any], listener: PassListener, loader: Any) -> None:
         self._iterator = iterator
-        self._passes = passes
+        self.listener = listener
+        """What is told of the rest of the pass."""
         self.loader = loader
         """The loader that the pass goes over."""
         self.batch: Any = None
@@ -240,20 +231,12 @@ class LoaderPass:
             self.batch = None
             if not self.is_over:
                 self.is_over = True
-                self._passes.on_end(self)
+                self.listener.end_pass(self)
             raise
         self.batch = batch
         self.count += 1
-        self._passes.on_batch(self)
+        self.listener.take_batch(self)
         return batch
-
-    def tell(self) -> None:
-        """Announce the newest batch once more, to the one who has the pass now."""
-        self._passes.on_batch(self)
-
-    def hand_to(self, passes: LoaderPasses) -> None:
-        """Announce the rest of this pass to others."""
-        self._passes = passes
 
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]  # raises as the iterator itself would
@@ -276,10 +259,6 @@ def _owner_of_iter(loader_type: type) -> type:
             "are), or leave loader= out; then everything is one epoch."
         )
     return owner
-
-
-def _ignore(*_: Any) -> None:
-    pass
 
 
 _HEAP_TYPE: Final = 1 << 9

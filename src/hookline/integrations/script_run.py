@@ -22,8 +22,7 @@ from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, error_of_process, follow
-from hookline.integrations.host_manager import with_recorder
-from hookline.integrations.host_notes import command_name
+from hookline.integrations.host_manager import command_name, with_recorder
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json

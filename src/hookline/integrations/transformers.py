@@ -10,15 +10,14 @@ import atexit
 import copy
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline import checkpoint_file
 from hookline.errors import HooklineWarning, LifecycleError
-from hookline.integrations.host_manager import HostLogSink, check_alone, sinks_of_callback
-from hookline.integrations.host_run import HostRun
+from hookline.integrations.host_callback import HostCallback
 from hookline.load import needed_package
 from hookline.messages import caller_stacklevel
 from hookline.sites.functions.wrapped import wrapped
@@ -31,13 +30,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from hookline.lifecycle.manager import HookManager
 
 STATE_FILE: Final = "hookline.pt"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
 
 
-class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
+class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
     """Fire hooks in a ``Trainer``.
 
     Recipe::
@@ -56,39 +54,16 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         report_to: ``"trainer"`` hands metrics to ``Trainer.log`` as well, and so to its W&B or TensorBoard run, which
             stays one run; those of steps as their mean since the last time. ``"sinks"`` does not.
         options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
-            ``flush_every``, ``on_error``, ``capabilities``.
+            ``flush_every``, ``on_error``, …
     """
 
-    def __init__(
-        self,
-        hooks: Iterable[Any] | str | None = None,
-        *,
-        sinks: Iterable[Any] | None = None,
-        report_to: str = "sinks",
-        **options: Any,
-    ) -> None:
-        sinks = sinks_of_callback(hooks, sinks, report_to, options)
-        self._reports = report_to == "trainer"
-        log = HostLogSink(self._log, per_step=False) if self._reports else None
-        self._host = HostRun(hooks, sinks=sinks, report_to=log, **options)
-        self._tells_context = options.get("manager") is None
-        self._trainer: Any = None
-        self._attached = ExitStack()
-        self._loss: Tensor | None = None
-        self._epoch = 0
-        self._awaited = 0
-        """How many evaluations follow before the epoch is over."""
-        self._is_logging = False
-
-    @property
-    def manager(self) -> HookManager:
-        """The manager of the hooks: their metrics, errors and costs."""
-        return self._host.manager
-
-    def close(self) -> None:
-        """End the run if the Trainer failed without saying so, and close the sinks. May be called again."""
-        self._end()
-        self._host.close()
+    _logs_per_step = False
+    _loss: Tensor | None = None
+    """Of the batches of the step so far."""
+    _epoch = 0
+    _awaited = 0
+    """How many evaluations follow before the epoch is over."""
+    _is_logging = False
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -96,8 +71,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         """Begin a run, or go on with one from a checkpoint."""
         self._end()  # of a run that failed
         trainer, folder = _find_trainer(self)
-        check_alone(trainer.callback_handler.callbacks, HooklineCallback)
-        self._trainer = trainer
+        self._attach_to(trainer, trainer.callback_handler.callbacks)
         step, optimizer = int(state.global_step), given.get("optimizer")
         if step:
             self._load_state(folder or Path(args.output_dir) / f"checkpoint-{step}")
@@ -114,7 +88,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             accumulate=int(args.gradient_accumulation_steps),
             clip_norm=args.max_grad_norm or None,
             config=args,
-            run_context=context if self._tells_context else None,
+            run_context=context,
         )
         self._attached.callback(wrapped(trainer, "training_step", self._training_step))
         self._attached.callback(wrapped(trainer, "evaluation_loop", self._evaluation_loop))
@@ -130,9 +104,8 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def _end(self, error: BaseException | None = None) -> None:
         atexit.unregister(self._end)
-        self._attached.close()
-        self._host.end_run(error)
         self._loss = None
+        super()._end(error)
 
     @contextmanager
     def _ends_if_it_fails(self) -> Iterator[None]:
