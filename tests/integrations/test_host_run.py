@@ -205,25 +205,21 @@ def test_a_failed_run_leaves_its_metrics_and_no_hooks() -> None:
     assert [record.metrics["noting/seen"] for record in sink.records if "noting/seen" in record.metrics] == [[1], [2]]
 
 
-def test_what_is_missing_is_said() -> None:
-    """No optimizer, no model, an event without a run, a step that was not begun, options that exclude each other."""
-    run, model = HostRun(), nn.Linear(2, 1)
-    with pytest.raises(OptionError, match="without an optimizer"):
-        run.begin_run(model, None)
-    with pytest.raises(OptionError, match=r"nn\.Module that is trained; got"):
-        run.begin_run("model", None)
-    with pytest.raises(LifecycleError, match="none has begun"):
-        run.begin_epoch(0)
-    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(LifecycleError, match="has not begun"):
-        run.end_step()
-    run.end_run()
-    with pytest.raises(OptionError, match="'epoch' or 'step'"):
-        HostRun(loop="batch")
-    with pytest.raises(OptionError, match="hooks= was given beside"):
-        HostRun(["norms"], manager=hl.HookManager())
-    with pytest.raises(LifecycleError, match="has no loop"):
-        run.load_state_dict({})
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda run: run.begin_run(nn.Linear(2, 1), None), OptionError, "without an optimizer"),
+        (lambda run: run.begin_run("model", None), OptionError, r"nn\.Module that is trained; got"),
+        (lambda run: run.begin_epoch(0), LifecycleError, "none has begun"),
+        (lambda run: run.end_step(), LifecycleError, "has not begun"),
+        (lambda run: HostRun(loop="batch"), OptionError, "'epoch' or 'step'"),
+        (lambda run: HostRun(["norms"], manager=hl.HookManager()), OptionError, "hooks= was given beside"),
+        (lambda run: run.load_state_dict({}), LifecycleError, "has no loop"),
+    ],
+)
+def test_what_is_missing_is_said(call: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        call(HostRun())
 
 
 def test_a_run_file_serves_a_host(tmp_path: Any) -> None:

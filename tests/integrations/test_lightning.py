@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_follow import Counting
+from helpers_follow import Seen as SeenAnywhere
 from helpers_hosts import metrics_of
 from helpers_ranks import run_ranks
 from helpers_training import nested_differences
@@ -98,20 +99,12 @@ class Manual(Net):
         return [torch.optim.AdamW(self.net[0].parameters()), torch.optim.SGD(self.net[4].parameters(), lr=0.1)]
 
 
-class Seen(hl.TrainingHook):
-    name = "seen"
-    hook_points = set(POINTS)
-
-    def __init__(self) -> None:
-        self.contexts: list[hl.RunDataContext] = []
+class Seen(SeenAnywhere):
+    """Notes every point, and draws random numbers."""
 
     def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        torch.randn(2)
-        self.contexts.append(ctx)
+        super().compute(ctx)
         return {"norm": ctx.model.net[0].weight.detach().norm()}
-
-    def places(self) -> list[tuple[str, int, int | None]]:
-        return [(ctx.hook_point.name, ctx.epoch, ctx.step) for ctx in self.contexts]
 
 
 class Nudge(Seen):
@@ -139,12 +132,19 @@ def _data() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def fit(
-    folder: Path, hooks: Any = (), *, module: type = Net, checkpoint: Any = None, sinks: Any = None, **options: Any
+    folder: Path,
+    hooks: Any = (),
+    *,
+    module: type = Net,
+    checkpoint: Any = None,
+    sinks: Any = None,
+    report_to: str = "sinks",
+    **options: Any,
 ) -> tuple[dict[str, Any], Any]:
     """Fit, with a callback if there are hooks; return everything that is left, and the callback."""
     torch.manual_seed(0)
     net, loaders = module(), _data()
-    callback = HooklineCallback(list(hooks), sinks=[] if sinks is None else sinks) if hooks else None
+    callback = HooklineCallback(list(hooks), sinks=sinks or [], report_to=report_to) if hooks else None
     own = options.pop("callbacks", [])
     trainer = L.Trainer(
         default_root_dir=folder, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
@@ -210,19 +210,9 @@ def _stateful() -> list[Any]:
     return [Counting(), "norms"]
 
 
-def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    memory = hl.sinks.MemorySink()
-    callback = HooklineCallback([Seen()], sinks=[memory], report_to="trainer")
-    logger, board = CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path, "board")
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=[logger, board], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[callback],
-    )  # fmt: skip
-    trainer.fit(Net(), *_data())
-    text = Path(logger.log_dir, "metrics.csv").read_text()
-    assert "seen/norm" in text.splitlines()[0]
-    assert "val_loss" in text.splitlines()[0]
+def test_metrics_go_to_the_run_that_the_trainer_has_open(tmp_path: Path) -> None:
+    memory, board = hl.sinks.MemorySink(), TensorBoardLogger(tmp_path, "board")
+    fit(tmp_path, [Seen()], sinks=[memory], report_to="trainer", max_epochs=1, logger=board)
     board.finalize("success")
     assert len(list(Path(board.log_dir).glob("events.out.tfevents*"))) == 1  # no second run is opened
     events = EventAccumulator(board.log_dir).Reload()
@@ -236,11 +226,7 @@ def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
 def test_the_report_at_the_end_goes_to_the_loggers_too(tmp_path: Path) -> None:
     """Of 7 steps, which are counted: at the first, and for those up to the last."""
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[HooklineCallback(["norms"], report_to="trainer")],
-    )  # fmt: skip
-    trainer.fit(Net(), *_data())
+    fit(tmp_path, ["norms"], report_to="trainer", max_epochs=1, logger=logger)
     with Path(logger.log_dir, "metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file) if row["norms/total_norm"]] == ["0", "6"]
 

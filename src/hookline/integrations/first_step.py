@@ -53,7 +53,7 @@ class FirstStep:
         self._is_over = False
         self._latest: LoaderPass | None = None
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
-        self._handles = [register_optimizer_step_pre_hook(self._take_step)]
+        self._handle = register_optimizer_step_pre_hook(self._take_step)
         self._stop_passes = follow_passes(DataLoader, self)
         self._losses = BackwardLosses(most=_MOST_LOSSES)
 
@@ -69,8 +69,7 @@ class FirstStep:
     def remove(self) -> None:
         """Wait no more; may be called again."""
         self._is_over = True
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         self._stop_noting()
 
     def _stop_noting(self) -> None:
@@ -95,16 +94,11 @@ class FirstStep:
             return
         if optimizer not in self._others:
             self._is_over = self._begin(optimizer, self)
-        if not self._is_over:
+        if self._is_over:  # the hook stays until `remove`: torch, which goes through such hooks now, fails if one goes
+            self._stop_noting()
+        else:
             self._others.add(optimizer)
             self._losses.forget()  # those were its own
-        else:
-            self._stop_noting()
-            self._handles.append(optimizer.register_step_post_hook(self._remove_hook))
-
-    def _remove_hook(self, *_: Any) -> None:
-        # Only now: torch goes through the hooks before a step while it calls `_take_step`, and fails if one goes.
-        self._handles[0].remove()
 
 
 # -- what it trains -----------------------------------------------------------------------------------------
