@@ -102,6 +102,8 @@ class Manual(Net):
 class Seen(SeenAnywhere):
     """Notes every point, and draws random numbers."""
 
+    name = "seen"
+
     def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
         super().compute(ctx)
         return {"norm": ctx.model.net[0].weight.detach().norm()}

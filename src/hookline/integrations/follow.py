@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -124,6 +125,10 @@ class Follow:
             raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
         self._optimizers = _unwrapped(optimizer)
         self._host, self._model, self._scaler = host, model, parts["scaler"]
+        self._between_steps: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context in which an intervention may train with the scaler that is making a step."""
+        if self._scaler is not None:
+            self._between_steps = partial(_torch.between_scaler_steps, self._scaler)
         self._process = os.getpid()  # a child that is forked later has this too, and is not followed
         self.epoch = 0
         """The epoch, counted from 0."""
@@ -180,7 +185,7 @@ class Follow:
 
     def _is_deaf(self) -> bool:
         """Return whether what happens is none of the loop's: an intervention does it, or a process that was forked."""
-        return ENTERED.phase == "intervention" or self._process != os.getpid() or not self._host.is_running
+        return ENTERED.phase == "intervention" or self._process != os.getpid() or self._host.run is None
 
     @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -190,7 +195,7 @@ class Follow:
         self._losses.is_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
         if not self._host.in_step:  # the batch was taken in evaluation mode, or there is no loader
             latest = self._latest_pass
-            with _torch.between_scaler_steps(self._scaler):  # an intervention may train with the scaler
+            with self._between_steps():
                 self._begin_step(self._pass if latest is None or latest.is_over else latest)
 
     @_torch.untraced_in_place
@@ -205,7 +210,7 @@ class Follow:
             return
         told, self._told_loss = self._told_loss, None
         self._steps_in_pass += 1
-        with _torch.between_scaler_steps(self._scaler):
+        with self._between_steps():
             self._host.end_step(loss=loss if told is None else told)
             if self._pass is not None and self._pass.is_over:  # a loader that fetches ahead
                 self._end_epoch()
