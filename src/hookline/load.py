@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hookline.errors import OptionError
+from hookline.errors import MissingPackageError, OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = ["add_current_folder_to_path", "from_folder", "load_object", "without_arguments"]
+__all__ = ["add_current_folder_to_path", "from_folder", "load_object", "needed_package", "without_arguments"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
@@ -142,3 +142,19 @@ def _is_own(value: Any, module: ModuleType) -> bool:
         return False
     home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else module.__name__
     return home == module.__name__
+
+
+@contextmanager
+def needed_package(package: str, by: str) -> Iterator[None]:
+    """Import a package in this block; if it is not installed, say how to install it.
+
+    Args:
+        package: Its name, which is that of the extra of hookline too.
+        by: The module that needs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # it is there, and lacks something itself
+        raise MissingPackageError(f"{by} needs the package {package}: pip install 'hookline[{package}]'.") from error

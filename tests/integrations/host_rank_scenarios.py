@@ -89,14 +89,10 @@ def save_and_resume(folder: str) -> dict[str, Any]:
         return _follow()
 
     def guarded_epochs() -> Any:
-        return {host.__name__: host() for host in (_accelerate_trains, _fabric_trains, _followed_trains)}
-
-    def watched_gradients() -> Any:
-        return _watched_gradients()
+        return {host.__name__: host() for host in (_accelerate_trains, _followed_trains)}
 
     return run_cases([
         transformers_trainer, accelerate_loop, accelerate_on_rank_0, lightning_trainer, followed_loop, guarded_epochs,
-        watched_gradients,
     ])  # fmt: skip
 
 
@@ -245,26 +241,6 @@ def _accelerate_trains() -> Any:
     return _ahead(hook, sink)
 
 
-def _fabric_trains() -> Any:
-    import lightning
-
-    from hookline.integrations.fabric import FabricCallback
-
-    net, made, data = _rows()
-    hook, sink = TrainsAhead(), MemorySink()
-    callback = FabricCallback([hook], sinks=[sink], loss_fn=_loss)
-    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", callbacks=[callback])
-    fabric.launch()
-    model, optimizer = fabric.setup(net, made)
-    loader = fabric.setup_dataloaders(DataLoader(data, 2))
-    for batch in loader:
-        fabric.backward(_loss(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    callback.close()
-    return _ahead(hook, sink)
-
-
 def _followed_trains() -> Any:
     net, optimizer, data = _rows()
     hook, sink, model = TrainsAhead(), MemorySink(), nn.parallel.DistributedDataParallel(net)
@@ -275,27 +251,3 @@ def _followed_trains() -> Any:
             optimizer.step()
             optimizer.zero_grad()
     return _ahead(hook, sink)
-
-
-def _watched_gradients() -> Any:
-    """Return the norm that a watch has counted, and those of the gradients at the steps."""
-    import accelerate
-
-    from hookline.integrations.accelerate import follow
-
-    net, made, data = _rows()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = accelerator.prepare(net, made, DataLoader(data, 2))
-    norms = []
-    watch = hl.watch(net, on=["param_grad"], stats=["norm"])
-    with follow(accelerator, model, optimizer, [watch], sinks=[], snapshot_every=0):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(_loss(model, batch))
-                if accelerator.sync_gradients:
-                    norms.append(float(net.weight.grad.norm()))
-                optimizer.step()
-                optimizer.zero_grad()
-        counted = watch.to_metrics()["weight/param_grad/norm"]
-    watch.remove()
-    return counted, norms

@@ -77,15 +77,6 @@ def test_the_report_at_the_end_changes_no_bit_of_a_loop_that_goes_on(hook: Any, 
     assert (nested_differences(loop.left(), _plain()) == []) is is_inert
 
 
-def test_a_watch_with_a_budget_changes_no_bit() -> None:
-    loop = Loop()
-    watch = hl.watch(loop.model, on=("forward", "backward"), budget=0.02)
-    with loop.follow([Seen(), watch], loader=loop.loader):
-        loop.train()
-    assert watch.budget is not None
-    assert nested_differences(loop.left(), _plain()) == []
-
-
 @pytest.mark.parametrize("clips", [True, False])
 def test_norms_has_the_gradient_of_a_whole_step_before_and_after_clipping(clips: bool) -> None:
     """Of all its batches, with biases; what clips may be a function of the user's own."""
@@ -104,20 +95,6 @@ def test_norms_has_the_gradient_of_a_whole_step_before_and_after_clipping(clips:
     for name, expected in zip(("grad_norm", "grad_norm_clipped"), zip(*norms, strict=True), strict=True):
         found = [each for record in sink.records for each in record.metrics.get(f"norms/{name}", ())]
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_by_default_each_report_of_stats_is_of_the_step_that_it_bears() -> None:
-    """Also when reports are further apart than ten steps: one bad step is in no other record."""
-    loop, sink = Loop(), hl.sinks.MemorySink()
-    with loop.follow(["stats"], sinks=[sink]):
-        for step in range(281):
-            loop.model(torch.randn(8, 6) * (1000 if step == 250 else 1)).square().mean().backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    found = {each.step: each.metrics for each in sink.records if "stats/looked_at" in each.metrics}
-    assert list(found)[-5:] == [200, 220, 240, 260, 280]
-    assert [metrics["stats/looked_at"] for metrics in found.values()] == list(found)
-    assert max(metrics["stats/max_forward"] for metrics in found.values()) < 100
 
 
 @pytest.mark.slow
@@ -152,13 +129,6 @@ def test_a_bad_batch_is_in_the_log_of_a_run_that_was_told_nothing(tmp_path: Path
     assert (facts["status"], facts["result"]["steps"]) == ("finished", 300)
     assert {"versions", "command", "config", "experiment"} <= set(facts)
     assert {"resources/steps_per_second", "resources/samples_per_second", "resources/memory_gib"} <= set(read.latest)
-
-
-def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
-    loop = Loop()
-    with loop.follow([Nudge()], loader=loop.loader):
-        loop.train()
-    assert nested_differences(loop.left(), _plain()) != []
 
 
 def test_with_the_loader_every_pass_in_training_mode_is_an_epoch() -> None:
@@ -211,17 +181,25 @@ def test_after_the_end_nothing_of_it_is_left() -> None:
     assert not loop.optimizer._optimizer_step_post_hooks
 
 
-def test_a_pass_that_the_loop_leaves_early_ends_when_the_next_begins() -> None:
+@pytest.mark.parametrize("takes_one_more", [False, True])
+def test_a_pass_that_the_loop_leaves_early_ends_when_the_next_begins(takes_one_more: bool) -> None:
+    """Also where the loop has taken a batch that it does not train on: the step that had begun is of the next epoch."""
     loop, seen = Loop(), Seen()
     with loop.follow([seen], loader=loop.loader):
         for _ in range(2):
             for number, batch in enumerate(loop.loader):
+                if number == 3:
+                    break
                 loop.loss_fn(loop.model, batch).backward()
                 loop.optimizer.step()
-                if number == 2:
+                if number == 2 and not takes_one_more:
                     break
     ends = [place for place in seen.places() if place[0] in ("PRE_EPOCH", "POST_EPOCH")]
-    assert ends == [("PRE_EPOCH", 0, None), ("POST_EPOCH", 0, 2), ("PRE_EPOCH", 1, 2), ("POST_EPOCH", 1, 5)]
+    assert [place[:2] for place in ends] == [("PRE_EPOCH", 0), ("POST_EPOCH", 0), ("PRE_EPOCH", 1), ("POST_EPOCH", 1)]
+    steps = [place[1:] for place in seen.places() if place[0] == "POST_STEP"]
+    assert steps == [(step // 3, step) for step in range(6)]
+    batches = [ctx.batch_idx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
+    assert batches == [0, 1, 2] * 2
 
 
 def test_batches_that_are_accumulated_make_one_step_with_one_loss() -> None:
@@ -377,18 +355,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
         (lambda loop: hl.follow(loop.model, loop.scheduler), UnhookableError, "torch.optim.Optimizer"),
         (lambda loop: loop.follow([], loader=[1, 2]), UnhookableError, "DataLoader"),
         (lambda loop: loop.follow([], sinks=[], manager=hl.HookManager()), OptionError, "manager="),
-        (lambda loop: loop.follow([], every=10), OptionError, r"every= belongs to the watch.*snapshot_every=10"),
-        (
-            lambda loop: loop.follow([], profile_hook=True),
-            OptionError,
-            r"no option profile_hook= here\. Did you mean 'profile_hooks'\? There are: ",
-        ),
-        (
-            lambda loop: loop.follow([], loadr=[1]),
-            OptionError,
-            r"loadr= here\. Did you mean 'loader'\?.*snapshot_every",
-        ),
-        (lambda loop: loop.follow([], xyz=1), OptionError, r"no option xyz= here\. There are: .*run_file.*flush_every"),
+        (lambda loop: loop.follow([], loadr=[1]), OptionError, r"Did you mean 'loader'.*snapshot_every.*flush_every"),
         (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )

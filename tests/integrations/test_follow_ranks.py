@@ -15,12 +15,6 @@ def both() -> list[dict[str, Any]]:
     return run_ranks(follow_and_leave)
 
 
-def test_runs_leave_no_connections_behind(both: list[dict[str, Any]]) -> None:
-    """All runs of a process group share the connections that the first has made."""
-    for found in both:
-        assert len(set(found["descriptors"])) == 1, found["descriptors"]
-
-
 def test_metrics_are_of_all_ranks_also_after_the_process_group_was_destroyed(both: list[dict[str, Any]]) -> None:
     """``destroy_process_group()`` comes before ``close()``, as at the end of most scripts."""
     metrics = both[0]["closed"]
@@ -44,14 +38,6 @@ def test_a_model_in_join_is_warned_of(both: list[dict[str, Any]]) -> None:
     for found in both:
         (told,) = found["joined"]
         assert "Next: give every rank as many batches" in told
-
-
-def test_what_is_the_same_for_every_sample_counts_once_if_declared(both: list[dict[str, Any]]) -> None:
-    """A position embedding: √2 times its norm with two ranks, unless ``replicated=`` says that it is one."""
-    for found in both:
-        counts = found["counts"]
-        assert counts["declared"] == pytest.approx(counts["one process"])
-        assert counts["plain"] == pytest.approx(2**0.5 * counts["one process"])
 
 
 def test_a_process_that_ends_in_the_middle_does_not_wait_for_ranks_that_train(both: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_follow import Counting
+from helpers_follow import Seen as SeenAnywhere
 from helpers_hosts import metrics_of
 from helpers_ranks import run_ranks
 from helpers_training import nested_differences
@@ -24,7 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline.cli.main import main
 from hookline.errors import OptionError
-from hookline.testing.model_hooks import HOOK_CALLS
 
 L = pytest.importorskip("lightning")
 
@@ -98,20 +99,14 @@ class Manual(Net):
         return [torch.optim.AdamW(self.net[0].parameters()), torch.optim.SGD(self.net[4].parameters(), lr=0.1)]
 
 
-class Seen(hl.TrainingHook):
-    name = "seen"
-    hook_points = set(POINTS)
+class Seen(SeenAnywhere):
+    """Notes every point, and draws random numbers."""
 
-    def __init__(self) -> None:
-        self.contexts: list[hl.RunDataContext] = []
+    name = "seen"
 
     def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        torch.randn(2)
-        self.contexts.append(ctx)
+        super().compute(ctx)
         return {"norm": ctx.model.net[0].weight.detach().norm()}
-
-    def places(self) -> list[tuple[str, int, int | None]]:
-        return [(ctx.hook_point.name, ctx.epoch, ctx.step) for ctx in self.contexts]
 
 
 class Nudge(Seen):
@@ -139,12 +134,19 @@ def _data() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def fit(
-    folder: Path, hooks: Any = (), *, module: type = Net, checkpoint: Any = None, sinks: Any = None, **options: Any
+    folder: Path,
+    hooks: Any = (),
+    *,
+    module: type = Net,
+    checkpoint: Any = None,
+    sinks: Any = None,
+    report_to: str = "sinks",
+    **options: Any,
 ) -> tuple[dict[str, Any], Any]:
     """Fit, with a callback if there are hooks; return everything that is left, and the callback."""
     torch.manual_seed(0)
     net, loaders = module(), _data()
-    callback = HooklineCallback(list(hooks), sinks=[] if sinks is None else sinks) if hooks else None
+    callback = HooklineCallback(list(hooks), sinks=sinks or [], report_to=report_to) if hooks else None
     own = options.pop("callbacks", [])
     trainer = L.Trainer(
         default_root_dir=folder, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
@@ -210,19 +212,9 @@ def _stateful() -> list[Any]:
     return [Counting(), "norms"]
 
 
-def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    memory = hl.sinks.MemorySink()
-    callback = HooklineCallback([Seen()], sinks=[memory], report_to="trainer")
-    logger, board = CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path, "board")
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=[logger, board], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[callback],
-    )  # fmt: skip
-    trainer.fit(Net(), *_data())
-    text = Path(logger.log_dir, "metrics.csv").read_text()
-    assert "seen/norm" in text.splitlines()[0]
-    assert "val_loss" in text.splitlines()[0]
+def test_metrics_go_to_the_run_that_the_trainer_has_open(tmp_path: Path) -> None:
+    memory, board = hl.sinks.MemorySink(), TensorBoardLogger(tmp_path, "board")
+    fit(tmp_path, [Seen()], sinks=[memory], report_to="trainer", max_epochs=1, logger=board)
     board.finalize("success")
     assert len(list(Path(board.log_dir).glob("events.out.tfevents*"))) == 1  # no second run is opened
     events = EventAccumulator(board.log_dir).Reload()
@@ -231,6 +223,14 @@ def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     assert read >= {(step, round(float(value), 5)) for (_, point, step), value in told.items() if point == "POST_STEP"}
     assert len({step for step, _ in read}) == 7
     assert "val_loss" in events.Tags()["scalars"]
+
+
+def test_the_report_at_the_end_goes_to_the_loggers_too(tmp_path: Path) -> None:
+    """Of 7 steps, which are counted: at the first, and for those up to the last."""
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(tmp_path, ["norms"], report_to="trainer", max_epochs=1, logger=logger)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["norms/total_norm"]] == ["0", "6"]
 
 
 def test_a_trainer_takes_one_callback() -> None:
@@ -265,35 +265,6 @@ def _fabric_loop(folder: Path, callbacks: Any, *, epochs: int = 3, state: Any = 
     return [model.module.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
 
 
-class SeenInFabric(Seen):
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        torch.randn(2)
-        self.contexts.append(ctx)
-        return {"loss": ctx.loss}
-
-
-class NudgeInFabric(SeenInFabric):
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        with torch.no_grad():
-            ctx.model[0].weight[0, 0] += 1e-7
-        return super().compute(ctx)
-
-
-def test_a_loop_with_fabric_is_the_same_and_its_epochs_are_seen(tmp_path: Path) -> None:
-    plain = _fabric_loop(tmp_path, [])
-    seen, memory = SeenInFabric(), hl.sinks.MemorySink()
-    callback = FabricCallback([seen, "norms"], sinks=[memory])
-    hooked = _fabric_loop(tmp_path, [callback])
-    callback.close()
-    assert nested_differences(hooked, plain) == []
-    ends = [place for place in seen.places() if place[0] == "POST_EPOCH"]
-    assert ends == [("POST_EPOCH", epoch, epoch * 7 + 6) for epoch in range(3)]
-    assert all(ctx.loss > 0 for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP)
-    control = FabricCallback([NudgeInFabric()])
-    assert nested_differences(_fabric_loop(tmp_path, [control]), plain) != []
-    control.close()
-
-
 def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
     first = FabricCallback([Counting()])
     _fabric_loop(tmp_path, [first], epochs=2, save=True)
@@ -306,25 +277,6 @@ def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
 
 
 # -- run files and scripts ---------------------------------------------------------------------------------------
-
-
-def test_a_second_fit_with_a_run_file_attaches_hooks_on_modules_once(tmp_path: Path) -> None:
-    spec = "{name: s, target_modules: [net.0], hook_factory: 'hookline.testing.model_hooks:dummy_hook_factory'}"
-    (tmp_path / "run.yaml").write_text(f"hooks: [norms]\nspecs: [{spec}]\n")
-    net, calls = Net(), []
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
-        callbacks=[HooklineCallback(run_file=tmp_path / "run.yaml")],
-    )  # fmt: skip
-    for _ in range(2):
-        HOOK_CALLS.clear()
-        trainer.fit(net, _data()[0])
-        trainer.fit_loop.epoch_progress.reset()
-        calls.append(len(HOOK_CALLS))
-        assert not net.net[0]._forward_hooks
-    assert calls == [7, 7]
-    HOOK_CALLS.clear()
 
 
 SCRIPT = """

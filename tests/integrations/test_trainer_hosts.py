@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers_hosts import metrics_of
 from helpers_ranks import run_ranks
-from helpers_trainer import make_trainer, tiny_gpt2
-from trainer_scenarios import GradientLengths, train_with_and_without
+from helpers_trainer import make_trainer
+from trainer_scenarios import train_with_and_without
 
-import hookline as hl
 from hookline.integrations.transformers import HooklineCallback
-from hookline.sinks import MemorySink
 
 
 def test_under_ddp_the_run_stays_the_same_and_names_are_plain(tmp_path: Path) -> None:
@@ -31,39 +27,6 @@ def test_under_ddp_the_run_stays_the_same_and_names_are_plain(tmp_path: Path) ->
     assert "watch/transformer.h.1/forward/mean" in first["names"]
     assert not any("module." in name for name in first["names"])
     assert (first["records"] > 0, second["records"]) == (True, 0), "rank 0 writes"
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, at a graph break
-@pytest.mark.slow
-def test_a_compiled_model_has_plain_names_and_the_same_numbers(tmp_path: Path) -> None:
-    """The Trainer compiles the model, hooks see the one inside; by torch's eager backend no number changes."""
-
-    def metrics(**options: Any) -> dict[Any, Any]:
-        model, sink = tiny_gpt2(), MemorySink()
-        watch = hl.watch(model, "transformer.h.#", every=2)
-        callback = HooklineCallback([GradientLengths(), watch], sinks=[sink])
-        trainer = make_trainer(tmp_path, callback, model=model, max_steps=4, **options)
-        trainer.train()
-        watch.remove()
-        return metrics_of(sink)
-
-    compiled = metrics(torch_compile=True, torch_compile_backend="eager")
-    assert compiled == pytest.approx(metrics(), rel=1e-5, abs=1e-7)
-    assert not any("_orig_mod" in name for name, _, _ in compiled)
-
-
-def test_metrics_join_the_tensorboard_run_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """report_to="trainer" beside the Trainer's own TensorBoard: one file of events has its loss and our metrics."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    make_trainer(
-        tmp_path, HooklineCallback(["norms"], report_to="trainer"), report_to="tensorboard", num_train_epochs=1,
-        logging_strategy="steps", logging_steps=5,
-    ).train()  # fmt: skip
-    (file,) = (tmp_path / "events").rglob("*tfevents*")
-    scalars = EventAccumulator(str(file)).Reload().Tags()["scalars"]
-    assert {"train/loss", "train/norms/total_norm"} <= set(scalars)
 
 
 def test_metrics_join_the_wandb_run_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hookline.integrations.wrapped import wrapped
+from hookline.sites.functions.wrapped import wrapped
 
 
 class Base:

@@ -34,7 +34,7 @@ from hookline.lifecycle.hook import MetricInfo
 from hookline.observe.host_values import fetch
 from hookline.phases import phase
 from hookline.sites import _torch
-from hookline.sites.functions.replaced_function import BACKWARD, Mark
+from hookline.sites.functions.wrapped import around_backward
 from hookline.when import HookPoint
 
 
@@ -80,7 +80,7 @@ class NormsHook(Analysis):
     def finish(self) -> None:
         """Read them no more."""
         if self._read is not None:
-            BACKWARD.discard(self._read)
+            self._read.end()
         self._read = None
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
@@ -108,31 +108,21 @@ class NormsHook(Analysis):
 class _BeforeClipping:
     """The length of a model's gradients when ``backward()`` returned last: of a whole step, if that was the last."""
 
-    is_off = False
-
     def __init__(self, model: nn.Module, scaler: Any) -> None:
         self._model, self._scaler = model, scaler
         self._length: Tensor | None = None
-        BACKWARD.add(self)
+        self.end = around_backward(lambda losses: None, self._read)
+        """Reads no more."""
 
     def take(self) -> Tensor | None:
         """Return it, on its device; None if there was no backward since the last time."""
         length, self._length = self._length, None
         return length
 
-    def is_wanted(self) -> bool:
-        """Return whether the model is trained: not what interventions and evaluations do."""
-        return phase() == "train"
-
-    def note(self, loss: Any) -> None:
-        """Leave the loss to others."""
-
-    def marks(self) -> list[Mark]:
-        """Compare nothing."""
-        return []
-
-    def note_gradients(self, before: list[Mark]) -> None:
-        """Read the length."""
+    def _read(self) -> None:
+        """Read the length, unless this is no training: an intervention, or an evaluation."""
+        if phase() != "train":
+            return
         with torch.no_grad():
             length = norm_of_all(each.grad for each in self._model.parameters() if each.grad is not None)
             scale = None if self._scaler is None else _torch.scale_of(self._scaler)

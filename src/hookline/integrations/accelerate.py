@@ -6,35 +6,29 @@ package ``accelerate``, which ``pip install 'hookline[accelerate]'`` brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hookline import checkpoint_file
 from hookline.distributed.ranks import this_rank
-from hookline.errors import MissingPackageError, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
 from hookline.integrations.host_manager import HostLogSink, check_report_to
-from hookline.integrations.wrapped import wrapped
+from hookline.load import needed_package
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.sites.functions.wrapped import wrapped
 from hookline.training.ranks import averaging_model
 
-try:
-    import accelerate  # noqa: F401  # asked for here, so that its absence is told before a loop is followed
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise  # it is there, and lacks something itself
-    raise MissingPackageError(
-        "hookline.integrations.accelerate needs the package accelerate: pip install 'hookline[accelerate]'."
-    ) from error
+with needed_package("accelerate", __name__):  # so that its absence is told before a loop is followed
+    import accelerate  # noqa: F401
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["follow"]
 
 
 def follow(
@@ -64,7 +58,7 @@ def follow(
 
     A step that Accelerate leaves out, because gradients are accumulated or have overflowed, is none. The state of the
     hooks is saved and loaded with ``accelerator.save_state`` and ``load_state``: call this before ``load_state``. Call
-    ``save_state`` on every rank: those over 0 write files of their own, ``hookline_rank1.pt`` and so on.
+    ``save_state`` on every rank: each writes a file of its own, ``hookline_rank0.pt`` and so on.
 
     Args:
         accelerator: The ``Accelerator``.
@@ -100,7 +94,7 @@ def follow(
         report_to=log,
         **{**usual, **options},
     )
-    accelerator.register_for_checkpointing(_SavedWithAccelerate(accelerator, run))
+    _save_with(accelerator, run)
     if options.get("loader") is not None:
 
         def skip(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,45 +107,29 @@ def follow(
     return run
 
 
-class _SavedWithAccelerate:
-    """Save and load the state of a followed run with ``save_state`` and ``load_state``.
+def _save_with(accelerator: Any, run: Follow) -> None:
+    """Save and load the state of a followed run with ``save_state`` and ``load_state``, each rank in a file of its own.
 
-    Accelerate writes the state of rank 0. Each other rank writes its own beside it when ``save_state`` is called there.
-    Nothing is gathered, since many loops call ``save_state`` on rank 0 alone.
+    Nothing is gathered, since many loops call ``save_state`` on rank 0 alone: then all ranks go on from its file.
     """
+    number = _followed[accelerator] = _followed.get(accelerator, 0) + 1
+    name = "hookline" if number == 1 else f"hookline{number}"
 
-    def __init__(self, accelerator: Any, run: Follow) -> None:
-        number = _followed[accelerator] = _followed.get(accelerator, 0) + 1
-        self._name = "hookline" if number == 1 else f"hookline{number}"
-        self._run = run
-        self._folder: Path | None = None
-        for handle in (
-            accelerator.register_save_state_pre_hook(self._write_own),
-            accelerator.register_load_state_pre_hook(self._take_folder),
-        ):
-            run.when_closed(handle.remove)
+    def write(models: Any, weights: Any, folder: str) -> None:
+        checkpoint_file.write(Path(folder, f"{name}_rank{this_rank()}.pt"), run.state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank."""
-        return self._run.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of this rank, if there is a file of it; else from that of rank 0."""
-        own = None if self._folder is None else self._folder / self._file_name
+    def read(models: Any, folder: str) -> None:
+        first, own = (Path(folder, f"{name}_rank{rank}.pt") for rank in (0, this_rank()))
+        if not first.is_file():
+            warn_user(f"There is no {first.name} in {folder}, so hooks begin anew: it was saved without them.")
+            return
+        state = checkpoint_file.read(first)
+        kept = checkpoint_file.read(own) if own.is_file() else state
         # A file of another save is left alone: rank 0 has written since, and this rank has not.
-        kept = checkpoint_file.read(own) if own is not None and this_rank() > 0 and own.is_file() else state
-        self._run.load_state_dict(kept if kept["run"]["step"] == state["run"]["step"] else state)
+        run.load_state_dict(kept if kept["run"]["step"] == state["run"]["step"] else state)
 
-    @property
-    def _file_name(self) -> str:
-        return f"{self._name}_rank{this_rank()}.pt"
-
-    def _write_own(self, models: Any, weights: Any, folder: str) -> None:
-        if this_rank() > 0:
-            checkpoint_file.write(Path(folder) / self._file_name, self._run.state_dict())
-
-    def _take_folder(self, models: Any, folder: str) -> None:
-        self._folder = Path(folder)
+    run.when_closed(accelerator.register_save_state_pre_hook(write).remove)
+    run.when_closed(accelerator.register_load_state_pre_hook(read).remove)
 
 
 _followed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -21,8 +21,6 @@ from hookline.training.ranks import averaging_model
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
 
-__all__ = ["FabricCallback"]
-
 
 class FabricCallback:
     """Fire hooks in a loop that uses Lightning Fabric.
@@ -63,7 +61,7 @@ class FabricCallback:
         self._has_looked = False
         self._first: FirstStep | None = None
         self._run: Follow | None = None
-        self._pending: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] = {}
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Remember a model that Fabric has set up, and wait for the first step."""
@@ -96,9 +94,8 @@ class FabricCallback:
         scaler = getattr(getattr(self._fabric.strategy, "precision", None), "scaler", None)
         given = {"scaler": scaler, **options, "loader": loader}
         self._run = follow(model, optimizer, hooks, sinks=own or None, **given)
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._run.load_state_dict(pending)
+        if self._loaded:
+            self._run.load_state_dict(self._loaded)
         first.hand_over(self._run)
         return True
 
@@ -126,10 +123,9 @@ class FabricCallback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have hooks go on where they were, from the first step on."""
-        if self._run is not None:
+        self._loaded = dict(state)
+        if self._run is not None and state:
             self._run.load_state_dict(state)
-        elif state:
-            self._pending = dict(state)
 
     def close(self) -> None:
         """End the last epoch, write all metrics and close the sinks; may be called again."""

@@ -17,11 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from hookline.errors import NoMatchError
-from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.phases import phase
 from hookline.sites.optimizers import unwrap_optimizer
-
-__all__ = ["FirstStep", "find_model", "find_optimizers", "find_scaler"]
 
 _MOST_LOSSES: Final = 1000
 """How many are kept until the first step: in a process that makes none, they would be kept for ever."""
@@ -55,8 +53,8 @@ class FirstStep:
         self._is_over = False
         self._latest: LoaderPass | None = None
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
-        self._handles = [register_optimizer_step_pre_hook(self._take_step)]
-        self._passes = LoaderPasses(DataLoader, self._remember)
+        self._handle = register_optimizer_step_pre_hook(self._take_step)
+        self._stop_passes = follow_passes(DataLoader, self)
         self._losses = BackwardLosses(most=_MOST_LOSSES)
 
     @property
@@ -71,36 +69,36 @@ class FirstStep:
     def remove(self) -> None:
         """Wait no more; may be called again."""
         self._is_over = True
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         self._stop_noting()
 
     def _stop_noting(self) -> None:
-        self._passes.remove()
+        self._stop_passes()
         self._losses.remove()
         self._latest = None
 
-    def _remember(self, latest: LoaderPass) -> None:
-        self._latest = latest
-        if not self._is_over and phase() != "intervention" and self._at_batch(self):
+    def take_batch(self, each: LoaderPass) -> None:
+        """Remember the pass, and ask whether the wait is over."""
+        if self._is_over:
+            return
+        self._latest = each
+        if phase() != "intervention" and self._at_batch(self):
             self.remove()
-            latest.tell()  # the one who has begun gets this batch
+            each.listener.take_batch(each)  # the one who has begun gets this batch
+
+    def end_pass(self, each: LoaderPass) -> None:
+        """Wait on: the pass knows that it is over."""
 
     def _take_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over or phase() == "intervention":
             return
         if optimizer not in self._others:
             self._is_over = self._begin(optimizer, self)
-        if not self._is_over:
+        if self._is_over:  # the hook stays until `remove`: torch, which goes through such hooks now, fails if one goes
+            self._stop_noting()
+        else:
             self._others.add(optimizer)
             self._losses.forget()  # those were its own
-        else:
-            self._stop_noting()
-            self._handles.append(optimizer.register_step_post_hook(self._remove_hook))
-
-    def _remove_hook(self, *_: Any) -> None:
-        # Only now: torch goes through the hooks before a step while it calls `_take_step`, and fails if one goes.
-        self._handles[0].remove()
 
 
 # -- what it trains -----------------------------------------------------------------------------------------

@@ -1,18 +1,17 @@
 """Follow a loop that someone else wrote: one line before it, no edit inside it.
 
 Users call `follow`; ``hookline run -- python train.py`` calls it in the script's process. Steps are told by the
-optimizer, batches and epochs by the loader, the loss by ``backward()``: a `FollowedLoop` is attached to these, and
+optimizer, batches and epochs by the loader, the loss by ``backward()``: a `Follow` is attached to these, and
 calls a `HostRun`, which fires the hooks.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import parent_process
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loop_events import BackwardLosses, LoaderPass, LoaderPasses
+from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.messages import type_name
 from hookline.phases import ENTERED
 from hookline.sites import _torch
@@ -31,12 +30,11 @@ from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from hookline.lifecycle.manager import HookManager
 
-
-__all__ = ["Follow", "FollowedLoop", "error_of_process", "follow"]
+_BEFORE_OTHERS: Final = 1
+"""Of what is done at the end of a process, a higher number comes first; what has none may find queues closed."""
 
 
 def follow(
@@ -103,213 +101,14 @@ def follow(
     parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
     parts |= {"scheduler_per": scheduler_per, "accumulate": accumulate}
     try:
-        return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
+        return Follow(host, model, optimizer, parts, run_context)
     except BaseException:
-        if manager is None:
-            host.manager.close()  # nobody else can
+        host.close()  # nobody else can
         raise
 
 
-# -- what the loop does -------------------------------------------------------------------------------------
-
-
-_NOTHING: Final = nullcontext()
-
-
-class FollowedLoop:
-    """Turn what a loop does into the events of a `HostRun`, which has begun."""
-
-    def __init__(self, host: HostRun, model: nn.Module, optimizers: list[Any], scaler: Any) -> None:
-        self._host = host
-        self._model = model
-        self._optimizers = optimizers
-        self._scaler = scaler
-        self._process = os.getpid()  # a child that is forked later has this too, and is not followed
-        self.epoch = 0
-        """The epoch, counted from 0."""
-        self._steps_in_pass = 0
-        """How many steps of it were made."""
-        self._has_begun_epoch = False
-        """Whether hooks know of it."""
-        self._told_loss: Any = None
-        """What the user says that the loss of the step is."""
-        self._pass: LoaderPass | None = None
-        self._latest_pass: LoaderPass | None = None
-        """The one that gave a batch last, perhaps in evaluation mode."""
-        self._has_begun_step = self._ends_with_step = self._has_closure = False
-        self._may_nest = any(map(_has_several_steps, optimizers))
-        self._holds = host.manager.needs_prev_step_grads()
-        self._count_at_backward = 0
-        """How many batches of the pass were given when ``backward()`` was called last."""
-        self._handles: list[RemovableHandle] = []
-        self._passes: list[LoaderPasses] = []
-        if self._holds:
-            host.held.copy(model, none=True)  # there is no step before the first
-        self._losses = BackwardLosses(
-            self._note_backward,
-            parameters=[each for one in optimizers for group in one.param_groups for each in group["params"]],
-            on_forget=self._forget_batches,
-        )
-
-    @property
-    def epoch_of_step(self) -> int:
-        """The epoch of the step that was made last."""
-        return self.epoch if self._has_begun_epoch else max(self.epoch - 1, 0)
-
-    def _attach(self, loader: Any) -> None:
-        """Attach this to the optimizers, and to the loader if there is one."""
-        for each in self._optimizers:
-            self._handles += [
-                each.register_step_pre_hook(self._before_step),
-                each.register_step_post_hook(self._after_step),
-            ]
-        if loader is not None:
-            self.follow_loader(loader)
-
-    def follow_loader(self, loader: Any) -> None:
-        """Follow a loader of the training data."""
-        self._passes.append(LoaderPasses(loader, self._take_batch, self._end_pass))
-
-    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
-        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
-        if losses is not None:
-            losses.hand_to(self._losses)
-        if latest is not None and self._passes:
-            latest.hand_to(self._passes[0])
-            self._pass = latest
-
-    def _take_off(self) -> None:
-        """Take everything off the loop; may be called again."""
-        for handle in self._handles:
-            handle.remove()
-        self._losses.remove()
-        for passes in self._passes:
-            passes.remove()
-        self._pass = self._latest_pass = None
-
-    # -- what the loop does ------------------------------------------------------------------------------------
-
-    @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if ENTERED.phase == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
-            return
-        # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
-        self._has_closure = self._losses.keeps_all = (len(args) > 1 or bool(kwargs)) and any(
-            map(callable, (*args, *kwargs.values()))
-        )
-        if not self._has_begun_step:  # the batch was taken in evaluation mode, or there is no loader
-            latest = self._latest_pass
-            with self._between_steps():
-                self._begin_step(self._pass if latest is None or latest.is_over else latest)
-
-    @_torch.untraced_in_place
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is not self._optimizers[-1] or not self._has_begun_step or ENTERED.phase == "intervention":
-            return
-        if self._may_nest and _torch.is_inner_step(optimizer):
-            return
-        loss = self._losses.take(first=self._has_closure)  # closures may be called many times
-        found_inf = optimizer.__dict__.get("found_inf")  # a scaler lets fused optimizers decide by themselves
-        if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
-            return
-        told, self._told_loss = self._told_loss, None
-        self._has_begun_step = False
-        self._steps_in_pass += 1
-        if self._process == os.getpid():
-            self._end_step(loss if told is None else told)
-        if self._ends_with_step:
-            with self._between_steps():
-                self._end_epoch()
-
-    def _end_step(self, loss: Any) -> None:
-        if self._holds and self._host.manager.plan.needs(
-            "needs_prev_step_grads", step=self._host.manager.global_step + 1
-        ):
-            self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
-        with self._between_steps():
-            self._host.end_step(loss=loss)
-
-    def _note_backward(self) -> Tensor | None:
-        """Remember which batch a backward is of; return the scale of its loss."""
-        if self._pass is not None:
-            self._count_at_backward = self._pass.count
-        return _scale_of(self._scaler)
-
-    def _forget_batches(self) -> None:
-        """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
-        latest = self._pass
-        if latest is not None and self._has_begun_step and latest.count > self._count_at_backward:
-            self._host.replace_batch(latest.batch, latest.count - 1)
-
-    def _between_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which an intervention may train, with the scaler that is making a step."""
-        return _NOTHING if self._scaler is None else _torch.between_scaler_steps(self._scaler)
-
-    def _take_batch(self, each: LoaderPass) -> None:
-        if ENTERED.phase == "intervention":
-            return
-        self._latest_pass = each
-        if self._model.training and torch.is_grad_enabled():
-            if self._has_begun_step and each is self._pass:
-                self._host.add_batch(each.batch)
-            elif not self._has_begun_step:
-                self._begin_step(each)
-            else:  # the loop had looked at a batch, and begins its pass now
-                self._begin_pass(each)
-                self._host.replace_batch(each.batch, each.count - 1)
-
-    def _end_pass(self, each: LoaderPass) -> None:
-        if each is not self._pass or ENTERED.phase == "intervention":
-            return
-        if self._has_begun_step:  # a loader that fetches ahead, and the step of the last batch is still to come
-            self._ends_with_step = True
-        elif self._steps_in_pass:
-            self._end_epoch()
-
-    def _begin_step(self, each: LoaderPass | None) -> None:
-        if self._process != os.getpid():
-            return
-        self._begin_pass(each)
-        if not self._has_begun_epoch:
-            self._has_begun_epoch = True
-            self._host.begin_epoch(self.epoch)
-        self._has_begun_step = True
-        if each is None:
-            self._host.begin_step()
-        else:
-            self._host.begin_step(batch=each.batch, batch_idx=each.count - 1)
-
-    def _begin_pass(self, each: LoaderPass | None) -> None:
-        if each is self._pass:
-            return
-        if self._pass is not None and self._steps_in_pass and self._has_begun_epoch:
-            self._end_epoch()  # a pass that the loop has left before its end
-        self._pass = each
-
-    def _end_epoch(self) -> None:
-        self._host.end_epoch()
-        self._has_begun_epoch = self._ends_with_step = False
-        self.epoch += 1
-        self._steps_in_pass = 0
-
-
-def _has_several_steps(optimizer: Any) -> bool:
-    """Return whether its ``step`` may call that of a base class, which torch calls hooks around too."""
-    return sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2  # its own, and the one of Optimizer
-
-
-def _scale_of(scaler: Any) -> Tensor | None:
-    if scaler is None or not scaler.is_enabled():
-        return None
-    scale = _torch.scale_of(scaler)
-    return None if scale is None else scale.clone()  # it is changed in place
-
-
-# -- what users have of it -----------------------------------------------------------------------------------
-
-
-class Follow(FollowedLoop):
-    """A loop that is followed; `follow` returns it.
+class Follow:
+    """Turn what a loop does into the events of a `HostRun`; `follow` returns it.
 
     Recipe: ``with hookline.follow(model, optimizer, ["norms"]) as run: train()``; then ``run.metrics``.
     """
@@ -321,27 +120,151 @@ class Follow(FollowedLoop):
         optimizer: Any,
         parts: Mapping[str, Any],
         run_context: Mapping[str, Any] | None,
-        *,
-        closes_sinks: bool,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
-        self._closes_sinks = closes_sinks
-        self._is_open = True
+        self._optimizers = _unwrapped(optimizer)
+        self._host, self._model, self._scaler = host, model, parts["scaler"]
+        self._between_steps: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context in which an intervention may train with the scaler that is making a step."""
+        if self._scaler is not None:
+            self._between_steps = partial(_torch.between_scaler_steps, self._scaler)
+        self._process = os.getpid()  # a child that is forked later has this too, and is not followed
+        self.epoch = 0
+        """The epoch, counted from 0."""
+        self._steps_in_pass = 0
+        """How many steps of it were made."""
+        self._pass: LoaderPass | None = None
+        """The one whose batches the steps are made of."""
+        self._latest_pass: LoaderPass | None = None
+        """The one that gave a batch last, perhaps in evaluation mode."""
+        self._batches_trained = 0
+        """How many batches of the pass were given when ``backward()`` was called last."""
+        self._told_loss: Any = None
+        """What the user says that the loss of the step is."""
+        self._may_nest = any(map(_has_several_steps, self._optimizers))
         self._error: BaseException | None = None
-        self._is_exit = False
-        self._at_close: list[Callable[[], None]] = []
-        optimizers = _unwrapped(optimizer)
-        host.tells_phase = False
-        host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        super().__init__(host, model, optimizers, parts.get("scaler"))
-        try:
-            self._attach(parts.get("loader"))
-        except BaseException:
-            self._take_off()
-            host.end_run()
-            raise
-        self._forget_end = _at_process_end(self._close_at_end)
+        self._has_loader = False
+        host.begin_run(model, self._optimizers[0], run_context=run_context, tells_phase=False, **parts)
+        self._attached = ExitStack()
+        self._attach(parts["loader"])
+        self._at_end = Finalize(None, self._close_at_end, exitpriority=_BEFORE_OTHERS)  # of this process alone
+
+    def _attach(self, loader: Any) -> None:
+        """Attach this to the optimizers and ``backward()``, and to the loader if there is one."""
+        parameters = [each for one in self._optimizers for group in one.param_groups for each in group["params"]]
+        with ExitStack() as attached:
+            self._losses = BackwardLosses(
+                self._scaler, parameters=parameters, on_backward=self._note_backward, on_forget=self._forget_batches
+            )
+            attached.callback(self._losses.remove)
+            for each in self._optimizers:
+                attached.callback(each.register_step_pre_hook(self._before_step).remove)
+                attached.callback(each.register_step_post_hook(self._after_step).remove)
+            self._attached = attached
+            if loader is not None:
+                self.follow_loader(loader)
+            self._attached = attached.pop_all()
+
+    def follow_loader(self, loader: Any) -> None:
+        """Follow a loader of the training data."""
+        self._attached.callback(follow_passes(loader, self))
+        self._has_loader = True
+
+    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses) -> None:
+        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
+        losses.hand_to(self._losses)
+        if latest is not None and self._has_loader:
+            latest.listener, self._pass = self, latest
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
+        self._attached.callback(act)
+
+    # -- what the loop does ------------------------------------------------------------------------------------
+
+    def _is_deaf(self) -> bool:
+        """Return whether what happens is none of the loop's: an intervention does it, or a process that was forked."""
+        return ENTERED.phase == "intervention" or self._process != os.getpid() or self._host.run is None
+
+    @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_deaf() or (self._may_nest and _torch.is_inner_step(optimizer)):
+            return
+        # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
+        self._losses.is_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
+        if not self._host.in_step:  # the batch was taken in evaluation mode, or there is no loader
+            latest = self._latest_pass
+            with self._between_steps():
+                self._begin_step(self._pass if latest is None or latest.is_over else latest)
+
+    @_torch.untraced_in_place
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not self._optimizers[-1] or not self._host.in_step or self._is_deaf():
+            return
+        if self._may_nest and _torch.is_inner_step(optimizer):
+            return
+        loss = self._losses.take()
+        found_inf = optimizer.__dict__.get("found_inf")  # a scaler lets fused optimizers decide by themselves
+        if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
+            return
+        told, self._told_loss = self._told_loss, None
+        self._steps_in_pass += 1
+        with self._between_steps():
+            self._host.end_step(loss=loss if told is None else told)
+            if self._pass is not None and self._pass.is_over:  # a loader that fetches ahead
+                self._end_epoch()
+
+    def _note_backward(self) -> None:
+        """Remember which batch a backward is of."""
+        if self._pass is not None:
+            self._batches_trained = self._pass.count
+
+    def _forget_batches(self) -> None:
+        """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
+        latest = self._pass
+        if latest is not None and self._host.in_step and latest.count > self._batches_trained:
+            self._host.replace_batch(latest.batch, latest.count - 1)
+
+    def take_batch(self, each: LoaderPass) -> None:
+        """Begin a step with a batch, or add it to the one that is being made."""
+        if self._is_deaf():
+            return
+        self._latest_pass = each
+        if not (self._model.training and torch.is_grad_enabled()):
+            return
+        if not self._host.in_step:
+            self._begin_step(each)
+        elif each is self._pass:
+            self._host.add_batch(each.batch)
+        else:  # the loop had looked at a batch, and begins its pass now
+            self._begin_pass(each)
+            self._host.replace_batch(each.batch, each.count - 1)
+
+    def end_pass(self, each: LoaderPass) -> None:
+        """End the epoch with its pass; if the step of the last batch is still to come, after that."""
+        if each is self._pass and not self._host.in_step and self._steps_in_pass and not self._is_deaf():
+            self._end_epoch()
+
+    def _begin_step(self, each: LoaderPass | None) -> None:
+        self._begin_pass(each)
+        if each is None:
+            self._host.begin_step()
+        else:
+            self._host.begin_step(batch=each.batch, batch_idx=each.count - 1)
+
+    def _begin_pass(self, each: LoaderPass | None) -> None:
+        """Begin an epoch, if none has begun; a pass that the loop has left before its end has ended one."""
+        if each is not self._pass and self._pass is not None and self._steps_in_pass and self._host.in_epoch:
+            self._end_epoch()
+        self._pass = each
+        if not self._host.in_epoch:
+            self._host.begin_epoch(self.epoch)
+
+    def _end_epoch(self) -> None:
+        self._host.end_epoch()
+        self.epoch += 1
+        self._steps_in_pass = 0
 
     # -- what the user reads and says --------------------------------------------------------------------------
 
@@ -360,10 +283,6 @@ class Follow(FollowedLoop):
     def step(self) -> int:
         """The step that is being made or was made last, counted from 0; -1 before the first."""
         return self.manager.global_step
-
-    def when_closed(self, act: Callable[[], None]) -> None:
-        """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
-        self._at_close.append(act)
 
     def note(self, **facts: Any) -> None:
         """Write more about the run into ``run.json``, if it has one."""
@@ -387,29 +306,17 @@ class Follow(FollowedLoop):
             raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
         self._host.load_state_dict(state)
         self.epoch, self._steps_in_pass = state["follow"]["epoch"], state["follow"]["steps_in_pass"]
-        self._has_begun_epoch = self._has_begun_step = False
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manager.hooks) or "none"
+        state = "" if self._host.is_running else ", closed"
+        return f"<Follow of {type(self._model).__name__}, epoch {self.epoch}, step {self.step}{state}; hooks: {names}>"
+
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the last epoch, take everything off the loop, write all metrics, close the sinks; may be called again."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._forget_end()
-        self._take_off()
-        # Many loops destroy the process group before the process ends.
-        with self.manager.output.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
-            self._finish(together=together)
-
-    def _finish(self, *, together: bool) -> None:
-        try:
-            if together and self._error is None and self._has_begun_epoch and self._steps_in_pass:
-                self._host.end_epoch()
-        finally:
-            try:
-                self._host.end_run(self._error, report=together)
-            finally:
-                if self._closes_sinks:
-                    self.manager.close()
+        self._close(is_exit=False)
 
     def __enter__(self) -> Self:
         return self
@@ -422,22 +329,22 @@ class Follow(FollowedLoop):
             if error is None:  # else what ended the block is what the user has to see
                 raise
 
-    def __repr__(self) -> str:
-        names = ", ".join(self.manager.hooks) or "none"
-        state = "" if self._is_open else ", closed"
-        return f"<Follow of {type(self._model).__name__}, epoch {self.epoch}, step {self.step}{state}; hooks: {names}>"
-
-    # -- the end -----------------------------------------------------------------------------------------------
-
-    def _take_off(self) -> None:
-        super()._take_off()
-        for act in self._at_close:
-            act()
-
     def _close_at_end(self) -> None:
         self._error = error_of_process()
-        self._is_exit = True
-        self.close()
+        self._close(is_exit=self._error is None)
+
+    def _close(self, *, is_exit: bool) -> None:
+        if not self._host.is_running:
+            return
+        self._at_end.cancel()
+        self._attached.close()
+        self._pass = self._latest_pass = None
+        # Many loops destroy the process group before the process ends.
+        with self.manager.output.ranks.ending(is_exit=is_exit) as together, ExitStack() as last:
+            last.callback(self._host.close)
+            last.callback(self._host.end_run, self._error, report=together)
+            if together and self._error is None and self._host.in_epoch and self._steps_in_pass:
+                self._host.end_epoch()
 
 
 def _unwrapped(optimizer: Any) -> list[Any]:
@@ -447,30 +354,9 @@ def _unwrapped(optimizer: Any) -> list[Any]:
     return [checked_optimizer(unwrap_optimizer(each)) for each in optimizers]  # hooks are called with the one inside
 
 
-# -- the end of the process -----------------------------------------------------------------------------------
-
-_BEFORE_OTHERS: Final = 1
-"""Finalizers of a higher priority come first, and those without one may find queues closed."""
-
-
-def _at_process_end(act: Callable[[], None]) -> Callable[[], None]:
-    """Call ``act`` when this process ends, not one that is forked later; return a function that takes it back."""
-    process = os.getpid()
-
-    def end() -> None:
-        if os.getpid() == process:
-            act()
-
-    atexit.register(end)
-    # A child that multiprocessing has forked ends by os._exit(), which atexit does not hear of.
-    finalize = Finalize(None, end, exitpriority=_BEFORE_OTHERS) if parent_process() is not None else None
-
-    def cancel() -> None:
-        atexit.unregister(end)
-        if finalize is not None:
-            finalize.cancel()
-
-    return cancel
+def _has_several_steps(optimizer: Any) -> bool:
+    """Return whether its ``step`` may call that of a base class, which torch calls hooks around too."""
+    return sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2  # its own, and the one of Optimizer
 
 
 def error_of_process() -> BaseException | None:

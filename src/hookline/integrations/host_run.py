@@ -6,20 +6,28 @@ hooks see the same contexts everywhere; it never trains, and leaves the host's r
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
-from hookline.integrations.host_facts import HostNotes
-from hookline.integrations.host_manager import HostLogSink, check_options, make_manager
+from hookline.integrations.host_manager import (
+    HostLogSink,
+    check_options,
+    close_notes,
+    host_facts,
+    make_manager,
+    open_notes,
+)
 from hookline.integrations.host_state import check_state, load_state, save_state
-from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
 from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
 from hookline.sites.optimizers import unwrap_optimizer
@@ -27,16 +35,36 @@ from hookline.training.experiment import Experiment, MicroBatches, StepResult, w
 from hookline.training.ranks import warn_of_join
 from hookline.training.run import Run, Schedule
 from hookline.training.state import Passes
-from hookline.when import HookPoint
+from hookline.when import HookPoint, growing_interval
 
 if TYPE_CHECKING:
+    from hookline.lifecycle.hook import TrainingHook
     from hookline.lifecycle.manager import HookManager
 
-
-__all__ = ["HeldGradients", "HostExperiment", "HostRun"]
-
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+_NO_PHASE: Final = nullcontext()
 _TRAINING: Final = in_phase("train")
+
+logger = logging.getLogger(__name__)
+
+
+class _Epoch(Enum):
+    """How far the host is in an epoch."""
+
+    NONE = 0
+    STEPS = 1
+    """It makes steps."""
+    EVALUATION = 2
+    """Its steps are over, and it is not: it may be evaluated."""
+
+
+class _Stretch(Enum):
+    """How far the steps are up to the next SNAPSHOT, where steps are counted."""
+
+    NONE = 0
+    BEGUN = 1
+    STEPPED = 2
+    """A step was made, which no SNAPSHOT has reported."""
 
 
 class HostRun:
@@ -62,11 +90,10 @@ class HostRun:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
         sinks: Where metrics go.
         run_file: A run file whose hooks, specs and sinks are taken, beside those given here.
-        manager: A manager that is there already, in place of all of the above.
+        manager: A manager that is there already, in place of all of the above; it is not closed here.
         loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.
         snapshot_every: How many steps (or epochs) from one SNAPSHOT to the next; 0 for none.
             If left out: 10 steps at first and ever more later (144 reports in 1,000,000 steps), or 1 epoch.
-        capabilities: What the run can do besides, for hooks with ``requires``.
         report_to: The logger of the host, which gets every number too.
         options: Those of `HookManager`: ``hook_config``, arguments of hooks that are given by name; ``on_error``, what
             happens when a hook raises, ``"raise"``, ``"warn"`` or ``"disable"``; ``flush_every``, how many steps from
@@ -81,40 +108,41 @@ class HostRun:
         run_file: str | Path | None = None,
         manager: HookManager | None = None,
         loop: str | None = None,
-        snapshot_every: int | SnapshotSteps | None = None,
-        capabilities: Iterable[str] = (),
+        snapshot_every: int | None = None,
         report_to: HostLogSink | None = None,
         **options: Any,
     ) -> None:
         check_options({} if manager is not None else options, HostRun)
+        self._is_own = manager is None
         self.manager, self.specs = make_manager(hooks, sinks, run_file, manager, loop, options)
         by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
-        self._loop = loop = loop or self.manager.plan.loop_type or by_steps
-        every = (SnapshotSteps(1) if loop == "epoch" else OFTEN_AT_FIRST) if snapshot_every is None else snapshot_every
-        if not isinstance(every, SnapshotSteps):
-            every = SnapshotSteps(whole_number("snapshot_every", every, 0))
-        self._snapshots = every
-        if loop == "step" and every.every:
+        self._loop = loop or self.manager.plan.loop_type or by_steps
+        self._snapshots = _snapshot_steps(self._loop, snapshot_every)
+        if self._loop == "step" and self._snapshots.every:
             for hook in self.manager.hooks.values():
-                hook.look_at_reports(every)
-        self._notes = HostNotes(self.manager, is_own=manager is None)
-        self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
-        self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
+                hook.look_at_reports(self._snapshots)
         if report_to is not None:
             self.manager.fan_out.add(report_to)
-        self.held = HeldGradients()
-        """Gradients that the host has cleared, and that hooks are to see."""
         self.run: Run | None = None  # what is under way
+        self._notes = open_notes(self.manager, {}, is_own=False)
         self._open = ExitStack()
-        self._phase: in_phase | None = None
-        self.tells_phase = True
-        """Whether all between the beginning and the end of a step is training: a followed loop may evaluate there."""
         self._pending: Mapping[str, Any] | None = None
-        self._in_epoch = self._in_step = self._has_ended_steps = self._is_reported = False
-        self._needs_previous = self._needs_mean = self._has_later_hooks = False
+        self._began = 0.0
+        self._accumulate = 1
+        self._epoch, self._stretch = _Epoch.NONE, _Stretch.NONE
+        self.in_step = False
+        """Whether a step has begun that is not over."""
+        self._loss: Any = None
+        """Of the step that was made last."""
+        self._phase: AbstractContextManager[None] = _NO_PHASE
+        self._phase_of_steps: AbstractContextManager[None] = _TRAINING
+        self._wants_previous = self._wants_mean = False
         self._is_looked_at = False
         """Whether a hook looks at the end of the step that is being made; decided when it begins."""
-        self._accumulate = 1
+        self._held: _Gradients = []
+        """Those of the step, which the host clears before it ends the step."""
+        self._previous: _Gradients = []
+        """Copies of those of the step before, if the next step needs them."""
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -124,7 +152,14 @@ class HostRun:
         return self.run is not None
 
     def begin_run(
-        self, model: Any, optimizer: Any, *, step: int = 0, run_context: Mapping[str, Any] | None = None, **parts: Any
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        step: int = 0,
+        run_context: Mapping[str, Any] | None = None,
+        tells_phase: bool = True,
+        **parts: Any,
     ) -> None:
         """Begin a run, or go on with one, of which ``step`` steps are made; hooks are started, specs attached.
 
@@ -133,19 +168,21 @@ class HostRun:
             optimizer: The optimizer; wrappers around it are looked through.
             step: How many steps were made before. If hook state was loaded, hooks go on with it; else they begin anew.
             run_context: What hooks and sinks are told (``run_dir=``, ``experiment_name=``, …).
+            tells_phase: Whether all between the beginning and the end of a step is training, as it is unless the host
+                may evaluate there.
             parts: What else the host has: ``scheduler``, ``scheduler_per``, ``scaler``, ``loader``, ``loss_fn``,
                 ``accumulate``, ``clip_norm``, ``config``, … as for `Experiment`.
         """
-        if self.run is not None:
-            self.end_run()  # a host that failed said nothing
+        self.end_run()  # a host that failed said nothing
         experiment, manager = HostExperiment(model, optimizer, **parts), self.manager
         manager.plan.use_loop(self._loop)
-        manager.set_capabilities(experiment.capabilities | self._capabilities)
+        manager.set_capabilities(experiment.capabilities)
         manager.reset_all()
         manager.global_step = step - 1
-        self._notes.open(run_context or {})
-        if run_context:
-            manager.set_run_context(**run_context)
+        context = run_context or {}
+        self._notes = open_notes(manager, context, is_own=self._is_own)
+        if context:
+            manager.set_run_context(**context)
         for sentence in manager.plan.will_not_fire(_POINTS[self._loop]):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
@@ -159,12 +196,14 @@ class HostRun:
 
                 opened.callback(register_hooks(model, self.specs).remove)
             self.run, self._open = run, opened.pop_all()
-        self._needs_previous = manager.needs_prev_step_grads()
-        self._needs_mean = manager.needs_grad_accumulation()
         self._accumulate = experiment.accumulate
-        self._has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
-        self._reports.begin_run()
-        self._notes.begin(run.model, experiment.optimizer)
+        self._phase_of_steps = _TRAINING if tells_phase else _NO_PHASE
+        self._stretch = _Stretch.NONE
+        self._wants_previous, self._wants_mean = manager.needs_prev_step_grads(), manager.needs_grad_accumulation()
+        if self._wants_previous:  # there is no step before the first
+            self._previous = [(parameter, None) for parameter in experiment.model.parameters()]
+        self._notes.begin(host_facts(run.model, experiment.optimizer, context))
+        self._began = time.perf_counter()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
@@ -172,26 +211,35 @@ class HostRun:
     def end_run(self, error: BaseException | None = None, *, report: bool = True) -> None:
         """End the run, however it ended: finish hooks, take specs off, write everything. May be called again.
 
-        With ``report``, and where steps are counted, SNAPSHOT is fired for the steps since the last one.
+        With ``report``, and where steps are counted, SNAPSHOT is fired for the steps since the last one; not if
+        ``error`` ends one of several ranks: others may still train.
         """
         run = self.run
         if run is None:
             return
-        opened, self._open, self.run = self._open, ExitStack(), None
-        is_in_step, self._in_epoch, self._in_step = self._in_step, False, False
-        self._leave_phase()
-        opened.callback(self.held.release)
-        opened.callback(self._notes.end, run, error)
-        if error is not None:
-            self._reports.end_failed_run(run, error, is_in_step=is_in_step)
-            opened.__exit__(type(error), error, error.__traceback__)
+        opened, self._open = self._open, ExitStack()
+        self._change_phase(_NO_PHASE)
+        opened.callback(self._conclude, run, error)
+        if error is None:
+            with opened:
+                if report:
+                    self._report_rest(run)
             return
-        with opened:
-            if report:
-                self._reports.end_run(run, is_in_step=is_in_step)
+        try:
+            if self.manager.output.ranks.is_single:
+                self._report_rest(run)
+        except BaseException:  # also a second Ctrl-C: what ended the run is what the user has to see, and it is written
+            logger.exception("The last steps could not be reported when the run ended by %s", type(error).__name__)
+        opened.__exit__(type(error), error, error.__traceback__)
+
+    def _conclude(self, run: Run, error: BaseException | None) -> None:
+        self.run, self._epoch, self.in_step = None, _Epoch.NONE, False
+        self._held, self._previous = [], []
+        close_notes(self._notes, run, time.perf_counter() - self._began, error)
 
     def note(self, **facts: Any) -> None:
-        """Write more about the run into ``run.json``, if it has one."""
+        """Write more about the run that is under way into ``run.json``, if it has one."""
+        self._running("note")
         self._notes.add(**facts)
 
     def close(self) -> None:
@@ -199,30 +247,33 @@ class HostRun:
         try:
             self.end_run()
         finally:
-            self.manager.close()
+            if self._is_own:
+                self.manager.close()
 
     # -- epochs ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether an epoch has begun that is not over."""
+        return self._epoch is not _Epoch.NONE
 
     def begin_epoch(self, epoch: int, *, loader: Any = None) -> None:
         """Begin an epoch; one that was left in the middle and is resumed has begun before, and fires nothing."""
         run = self._running("begin_epoch")
-        if self._in_epoch:
-            self.end_epoch()
-        if loader is not None and isinstance(run.passes, HostPasses):
-            run.passes.set_loader(loader)
-        if run.is_within and run.epoch != epoch:  # saved after the last step of an epoch, before the end of that
-            self._in_epoch, run.is_within = True, False
-            self.end_epoch()
-        resumed, run.is_within = run.is_within, False
-        self._in_epoch, self._has_ended_steps = True, False
-        if resumed:
-            run.passes.take_loader(run.epoch)
+        self.end_epoch()
+        if loader is not None:
+            run.experiment.loader = loader
+        run.passes.take_loader(epoch)
+        resumed, run.is_within, self._epoch = run.is_within, False, _Epoch.STEPS
+        if resumed and run.epoch == epoch:
             return
+        if resumed:  # it was saved after the last step of an epoch, before the end of that
+            self.end_epoch()
+            self._epoch = _Epoch.STEPS
         run.num_epochs += 1
         run.done = 0
         if self._loop == "step":
             run.epoch = epoch
-            run.passes.take_loader(run.epoch)
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
@@ -233,25 +284,23 @@ class HostRun:
     def end_epoch(self) -> None:
         """End the steps of an epoch and fire POST_EPOCH, and SNAPSHOT if it is time; evaluate before."""
         run = self._running("end_epoch")
-        if not self._in_epoch:
+        if self._epoch is _Epoch.NONE:
             return
         self.finish_steps()
-        self._in_epoch = False
+        self._epoch = _Epoch.NONE
         run.next_epoch = run.epoch + 1
         if self._loop == "step":
             return
         run.fire(HookPoint.POST_EPOCH)
-        if not self._is_reported:
-            run.report_evaluation(HookPoint.POST_EPOCH)
         if self._snapshots.is_due(run.epoch):
             run.fire(HookPoint.SNAPSHOT)
 
     def finish_steps(self) -> None:
         """End the steps of an epoch, whose evaluation follows; `end_epoch` does the rest, and this too if left out."""
         run = self._running("finish_steps")
-        if not self._has_ended_steps and self._loop == "epoch":
+        if self._epoch is _Epoch.STEPS and self._loop == "epoch":
             run.end_epoch()
-        self._has_ended_steps = True
+        self._epoch = _Epoch.EVALUATION
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -263,30 +312,24 @@ class HostRun:
             batch: Its batch, or the first of several.
             batch_idx: Which batch of the epoch that is.
         """
-        run = self.run
-        if run is None or self._in_step:
-            run = self._running("begin_step")
-            self._leave_step()
-        manager = self.manager
-        if step is not None and step != manager.global_step + 1:
+        run, manager = self._running("begin_step"), self.manager
+        self._change_phase(_NO_PHASE)
+        if step is not None:
             manager.global_step = step - 1
-        if self._loop == "step":
-            self._reports.begin_step(run, manager.global_step + 1)
-        if self._needs_previous:
-            with self.held.shown(in_place_of_others=True):
-                run.begin_step(batch)
-            self.held.release()
-        else:
+        if self._loop == "step" and self._snapshots.every and self._stretch is _Stretch.NONE:
+            self._stretch = _Stretch.BEGUN
+            run.begin_stretch(self._snapshots.next(manager.global_step + 1))
+        with _shown(self._previous):
             run.begin_step(batch)
+        self._previous = []
         run.batch_idx = run.done * self._accumulate if batch_idx is None else batch_idx
         run.done += 1
-        self._in_step = True
-        self._is_looked_at = manager.plan.may_fire(manager.global_step, HookPoint.POST_STEP)
-        if self._loop == "epoch" and manager.plan.may_fire(manager.global_step, HookPoint.PRE_STEP):
+        self.in_step = True
+        due = manager.plan.may_fire(manager.global_step, HookPoint.POST_STEP)
+        self._is_looked_at = due or self._wants_previous or self._wants_mean
+        if self._loop == "epoch":
             run.fire(HookPoint.PRE_STEP)
-        if self.tells_phase:
-            self._phase = _TRAINING
-            _TRAINING.__enter__()
+        self._change_phase(self._phase_of_steps)
 
     def add_batch(self, batch: Any) -> None:
         """Add another batch to the step: several make one step where gradients are accumulated."""
@@ -300,93 +343,90 @@ class HostRun:
 
     def hold_gradients(self) -> None:
         """Hold the gradients of the step if a hook is going to look: the host clears them before it ends the step."""
-        run = self.run
-        if run is None or not self._in_step:
-            return
-        if self._needs_previous or self._needs_mean or self._is_looked_at:
-            self.held.take(run.experiment.model)
+        if self.run is not None and self.in_step and self._is_looked_at:
+            self._held = [(one, one.grad) for one in self.run.experiment.model.parameters() if one.grad is not None]
 
-    def end_step(
-        self, *, loss: Tensor | float | None = None, trained: bool = True, metrics: Mapping[str, Any] | None = None
-    ) -> None:
+    def end_step(self, *, loss: Tensor | float | None = None, trained: bool = True) -> None:
         """End a step, after the optimizer and the scheduler: fire POST_STEP, and SNAPSHOT if steps are counted.
 
         Args:
             loss: Of the whole step, still on its device; None if the host does not tell.
             trained: Whether the weights were updated; False where a scaler passed over the step.
-            metrics: What else the step told of itself: ``{"train_acc": ...}``.
         """
         run = self.run
-        if run is None or not self._in_step:
+        if run is None or not self.in_step:
             raise LifecycleError("end_step() ends a step that has not begun. Next: call begin_step() before it.")
-        self._leave_step()
+        self.in_step = False
+        self._change_phase(_NO_PHASE)
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()
-        run.loss = loss
-        if self._has_later_hooks or metrics or self.held:
-            self._take_result(run, StepResult(loss, trained, metrics or {}))
-        elif self._is_looked_at:
+        held, self._held = self._held, []
+        with _shown([(parameter, grad) for parameter, grad in held if parameter.grad is None]):
+            run.take_result(StepResult(loss, trained))
             run.fire(HookPoint.POST_STEP)
-        if self._loop == "step":
-            self._reports.end_step(run)
-
-    def _take_result(self, run: Run, result: StepResult) -> None:
-        """Take in what later points need: 4 µs a step, which a run without such hooks does not pay."""
-        with self.held.shown():
-            run.take_result(result)
-            run.fire(HookPoint.POST_STEP)
-        if not self._needs_previous:
-            self.held.release()
-
-    def _leave_step(self) -> None:
-        self._in_step = False
-        self._leave_phase()
+            if self._wants_previous and self.manager.plan.needs("needs_prev_step_grads", step=run.step + 1):
+                # Copies, since the host may clear them in place.
+                self._previous = [(one, _copy_of(one.grad)) for one in run.experiment.model.parameters()]
+        self._loss = loss
+        if self._stretch is not _Stretch.NONE:
+            self._stretch = _Stretch.STEPPED
+            if self._snapshots.is_due(run.step):
+                self._report(run)
 
     # -- evaluation and snapshots --------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
         """Begin an evaluation: until it ends, watches and trackers count nothing, unless they were told to."""
-        self._leave_phase()
-        self._phase = in_phase("eval")
-        self._phase.__enter__()
+        self._change_phase(in_phase("eval"))
 
     def end_evaluation(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End an evaluation; hooks see its ``metrics`` at the next point, and sinks get them as ``eval/…``.
 
         At the end of an epoch call `finish_steps` before it, and `end_epoch` after it.
         """
-        self._leave_phase()
+        self._change_phase(_NO_PHASE)
         run = self.run
         if run is None or metrics is None:
             return
         together = run.evaluation if run.evaluated else {}  # one for each of several datasets
         run.evaluation, run.evaluated = {**together, **metrics}, True
-        self._is_reported = self._loop == "step" or not (self._in_epoch and self._has_ended_steps)
-        if self._is_reported:  # else `end_epoch` does, after POST_EPOCH
-            own = {f"eval/{name}": value for name, value in metrics.items()}
-            point = HookPoint.SNAPSHOT if self._loop == "step" else HookPoint.POST_EPOCH
-            self.manager.emit_metrics(own, run.position, point)
+        own = {f"eval/{name}": value for name, value in metrics.items()}
+        point = HookPoint.SNAPSHOT if self._loop == "step" else HookPoint.POST_EPOCH
+        self.manager.emit_metrics(own, run.position, point)
 
     def report_rest(self) -> None:
         """Report the steps since the last report now: the last one was made, and the host closes its loggers next."""
-        self._reports.end_run(self._running("report_rest"), is_in_step=self._in_step)
+        self._report_rest(self._running("report_rest"))
+
+    def _report_rest(self, run: Run) -> None:
+        if self.in_step and self._stretch is not _Stretch.NONE:  # a loop may take a batch and stop, or fail
+            run.step -= 1
+            run.manager.global_step, run.loss = run.step, self._loss
+        if self._stretch is _Stretch.STEPPED:
+            self._report(run)
+
+    def _report(self, run: Run) -> None:
+        self._stretch = _Stretch.NONE
+        run.end_stretch()
+        run.fire(HookPoint.SNAPSHOT)
 
     def flush(self) -> None:
         """Hand the metrics of single steps to the sinks now."""
         self._running("flush").flush()
 
-    def _leave_phase(self) -> None:
-        phase, self._phase = self._phase, None
-        if phase is not None:
-            phase.__exit__(None, None, None)
+    def _change_phase(self, phase: AbstractContextManager[None]) -> None:
+        before, self._phase = self._phase, phase
+        if before is not phase:
+            before.__exit__(None, None, None)
+            phase.__enter__()
 
     # -- the host's checkpoint -----------------------------------------------------------------------------------
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """Return the state of hooks, schedules, sinks and sums; of ``all_ranks`` if every rank calls it with that."""
         run = self._running("state_dict")
-        held = partial(self.held.state_dict, run.experiment.model) if self._needs_previous else dict
-        return save_state(run, held, within=self._in_epoch, all_ranks=all_ranks)
+        held = {place: grad for place, (_, grad) in enumerate(self._previous) if grad is not None}
+        return save_state(run, held, within=self.in_epoch, all_ranks=all_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
@@ -398,13 +438,62 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        self.held.load_state_dict(run.experiment.model, load_state(run, state, step))
-        self._reports.go_on()
+        held = load_state(run, state, step)
+        if self._wants_previous:
+            parameters = enumerate(run.experiment.model.parameters())
+            self._previous = [(one, held[place].to(one.device) if place in held else None) for place, one in parameters]
+        self._epoch, self.in_step = _Epoch.NONE, False
+        if self._loop == "step" and self._snapshots.every:
+            self._stretch = _Stretch.NONE if self._snapshots.is_due(run.step) else _Stretch.BEGUN
 
     def _running(self, what: str) -> Run:
         if self.run is None:
             raise LifecycleError(f"{what}() belongs to a run, and none has begun. Next: call begin_run() first.")
         return self.run
+
+
+# -- when SNAPSHOT is fired ---------------------------------------------------------------------------------
+
+_AT_FIRST: Final = 20
+"""Reports before the interval doubles for the first time; ten reports after that, it doubles again."""
+
+
+@dataclass(frozen=True)
+class SnapshotSteps:
+    """Every ``every`` steps, from step 0 on; 0 for none."""
+
+    every: int
+    grows: bool = False
+    """Whether the interval doubles whenever the run has become twice as long: 10 steps at first, 160 after 1,600. A run
+    of 1,000,000 steps has 144 reports: the length of a script is not known when it begins."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether there is a report at the end of ``step``, counted from 0."""
+        return self.every > 0 and step % self._interval(step) == 0
+
+    def next(self, step: int) -> int:
+        """Return the first step from ``step`` on that has a report."""
+        interval = self._interval(step)
+        return -(-step // interval) * interval
+
+    def _interval(self, step: int) -> int:
+        return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
+
+
+def _snapshot_steps(loop: str, every: int | None) -> SnapshotSteps:
+    if every is not None:
+        return SnapshotSteps(whole_number("snapshot_every", every, 0))
+    return SnapshotSteps(1) if loop == "epoch" else SnapshotSteps(10, grows=True)
+
+
+def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:
+    """Return whether all that these hooks do can be done where steps are counted, and not epochs."""
+    return all(
+        _POINTS["step"].issuperset(hook.hook_points or ())
+        if hook.loop_points is None
+        else bool(hook.loop_points.get("step"))
+        for hook in hooks
+    )
 
 
 # -- what hooks are shown of a host -------------------------------------------------------------------------
@@ -444,10 +533,6 @@ class HostPasses(Passes):
         """Keep the loader that the host gave."""
         self.loader = self.experiment.loader
 
-    def set_loader(self, loader: Any) -> None:
-        """Show another loader from now on."""
-        self.experiment.loader = self.loader = loader
-
 
 class HostSchedule(Schedule):
     """Step the scheduler for an intervention that trains; for the run itself the host does it."""
@@ -458,58 +543,25 @@ class HostSchedule(Schedule):
             super().step(per, loss)
 
 
-class HeldGradients:
-    """Keep the gradient tensors of a step, and show them in ``.grad`` after the host has cleared them.
+_Gradients: TypeAlias = list[tuple[nn.Parameter, Tensor | None]]
 
-    Nothing is copied, unless the next step needs these gradients and the host may clear them in place.
-    """
 
-    def __init__(self) -> None:
-        self._held: list[tuple[nn.Parameter, Tensor | None]] = []
+class _shown:
+    """Put these gradients into ``.grad`` for as long as the block lasts."""
 
-    def take(self, model: nn.Module) -> None:
-        """Hold the gradients that there are now."""
-        self._held = [(parameter, grad) for parameter in model.parameters() if (grad := parameter.grad) is not None]
+    # A class, as every step enters two: 1 µs, and 3 as a generator.
+    def __init__(self, gradients: _Gradients) -> None:
+        self._others = gradients
 
-    def copy(self, model: nn.Module, *, none: bool = False) -> None:
-        """Hold copies of them, and remember which parameters have none; or that no parameter has any (``none``)."""
-        self._held = [
-            (parameter, None if none or parameter.grad is None else parameter.grad.detach().clone())
-            for parameter in model.parameters()
-        ]
-
-    def state_dict(self, model: nn.Module) -> dict[int, Tensor]:
-        """Return the gradients that are held, by the place of their parameter in the model."""
-        held = {id(parameter): grad for parameter, grad in self._held if grad is not None}
-        return {place: held[id(p)] for place, p in enumerate(model.parameters()) if id(p) in held}
-
-    def load_state_dict(self, model: nn.Module, state: Mapping[int, Tensor]) -> None:
-        """Hold what ``state_dict`` returned."""
-        parameters = list(model.parameters())
-        self._held = [(parameters[place], grad.to(parameters[place].device)) for place, grad in state.items()]
-
-    def release(self) -> None:
-        """Let go of them: their memory is the host's again."""
-        self._held = []
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
-
-    @contextmanager
-    def shown(self, *, in_place_of_others: bool = False) -> Iterator[None]:
-        """Put them into ``.grad`` for as long as the block lasts, where there is no gradient now.
-
-        ``in_place_of_others``: also where there is one, of the step that is being made; or zeros in the same tensor.
-        """
-        others = [
-            (parameter, parameter.grad, grad)
-            for parameter, grad in self._held
-            if parameter.grad is None or in_place_of_others
-        ]
-        for parameter, _, grad in others:
+    def __enter__(self) -> None:
+        self._own = [(parameter, parameter.grad) for parameter, _ in self._others]
+        for parameter, grad in self._others:
             parameter.grad = grad
-        try:
-            yield
-        finally:
-            for parameter, own, _ in others:
-                parameter.grad = own
+
+    def __exit__(self, *exc_info: object) -> None:
+        for parameter, grad in self._own:
+            parameter.grad = grad
+
+
+def _copy_of(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.detach().clone()

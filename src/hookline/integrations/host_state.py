@@ -6,7 +6,7 @@ the dictionary of rank 0 alone, and every rank loads that: it may have the state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,40 +18,42 @@ from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.ranks import OneProcess
     from hookline.training.run import Run
 
-__all__ = ["check_state", "load_state", "save_state"]
-
-_FORMAT: Final = 2
-"""A later one that cannot be read by this code has a higher number. 1 did not tell of which rank it is."""
-_PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held", "ranks")
+_PARTS: Final = ("loop", "run", "manager", "gradients", "held", "ranks")
 _AWAY: Final = "\x1faway"
 """The key of a tensor that was not on the CPU: each rank puts it on its own device."""
 
 
-def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bool) -> dict[str, Any]:
+def save_state(run: Run, held: Mapping[int, Tensor], *, within: bool, all_ranks: bool) -> dict[str, Any]:
     """Return the state of ``run``.
 
     Args:
         run: The run.
-        held: Returns the gradients that are held for the next step.
+        held: The gradients that are kept for the next step, by the place of their parameter.
         within: Whether an epoch has begun and is not over.
         all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
     """
     ranks = run.manager.output.ranks
 
     def make() -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "loop": run.loop,
-            "run": run.state_dict(within=within),
-            "manager": run.manager.state_dict(),
-            "gradients": run.retention.state_dict(),
-            "held": held(),
-        }
+        return _portable(
+            {
+                "loop": run.loop,
+                "run": run.state_dict(within=within),
+                "manager": run.manager.state_dict(),
+                "gradients": run.retention.state_dict(),
+                "held": dict(held),
+            }
+        )
 
-    return _gather_states(make, ranks) if all_ranks and not ranks.is_single else _mark_state(make(), ranks)
+    own: dict[str, Any] = {}
+    if all_ranks and not ranks.is_single:  # what fails on one, fails on all
+        ranks.together("saving the state of hooks", lambda: own.update(make()))
+        if not ranks.is_lost:
+            by_rank = ranks.gather(own, "states of hooks of each rank")
+            return {**by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
+    return {**(own or make()), "ranks": {"count": ranks.size, "rank": ranks.rank}}
 
 
 def check_state(state: Mapping[str, Any], loop: str) -> None:
@@ -59,15 +61,14 @@ def check_state(state: Mapping[str, Any], loop: str) -> None:
     missing = [name for name in _PARTS if name not in state]
     if missing:
         raise LifecycleError(f"load_state_dict() takes what state_dict() gave; this has no {', '.join(missing)}.")
-    if state["format"] > _FORMAT or state["loop"] != loop:
+    if state["loop"] != loop:
         raise LifecycleError(
-            f"The state is of loop={state['loop']!r} in format {state['format']}, and this run has loop={loop!r} and "
-            f"format {_FORMAT}. Next: make it with the same loop= and version of hookline."
+            f"The state is of loop={state['loop']!r}, and this run has loop={loop!r}. Next: make it with the same."
         )
 
 
 def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
-    """Load this rank's part of ``state``, and return the gradients that were held.
+    """Load this rank's part of ``state``, and return the gradients that were kept.
 
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
@@ -88,22 +89,6 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
 
 
 # -- of several ranks ------------------------------------------------------------------------------------------------
-
-
-def _mark_state(state: dict[str, Any], ranks: OneProcess) -> dict[str, Any]:
-    """Return the state of this rank alone, with its number in it."""
-    about = {"count": ranks.size, "rank": ranks.rank}
-    return {**(state if ranks.is_single else _portable(state)), "ranks": about}
-
-
-def _gather_states(make: Callable[[], dict[str, Any]], ranks: OneProcess) -> dict[str, Any]:
-    """Return the states of all ranks, the same on each; every rank has to call it. What fails on one, fails on all."""
-    made: dict[str, Any] = {}
-    ranks.together("saving the state of hooks", lambda: made.update(make()))
-    if ranks.is_lost:
-        return _mark_state(made, ranks)
-    by_rank = ranks.gather(_portable(made), "states of hooks of each rank")
-    return {**by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
 
 
 def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: int) -> tuple[dict[str, Any], str]:

@@ -15,33 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.errors import HooklineWarning, MissingPackageError
-from hookline.integrations.host_manager import HostLogSink, check_alone, check_callback, sinks_or_usual
-from hookline.integrations.host_run import HostRun
-from hookline.integrations.wrapped import wrapped
+from hookline.errors import HooklineWarning
+from hookline.integrations.host_callback import HostCallback
+from hookline.load import needed_package
 from hookline.messages import caller_stacklevel
 from hookline.phases import phase
+from hookline.sites.functions.wrapped import wrapped
 from hookline.tree import copied
 
-try:
+with needed_package("lightning", __name__):
     from lightning.pytorch import Callback
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lightning":
-        raise  # it is there, and lacks something itself
-    raise MissingPackageError(
-        "hookline.integrations.lightning needs the package lightning: pip install 'hookline[lightning]'."
-    ) from error
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-    from hookline.lifecycle.manager import HookManager
-
-__all__ = ["HooklineCallback"]
 
 
-class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look into lightning
+class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy does not look into lightning
     """Fire hooks in a Lightning ``Trainer``.
 
     Recipe::
@@ -64,65 +53,30 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         report_to: ``"trainer"`` hands metrics to the Trainer's loggers as well, and so to its W&B or TensorBoard run,
             which stays one run. ``"sinks"`` does not.
         options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
-            ``flush_every``, ``on_error``, ``capabilities``.
+            ``flush_every``, ``on_error``, …
     """
 
-    def __init__(
-        self,
-        hooks: Iterable[Any] | str | None = None,
-        *,
-        sinks: Iterable[Any] | None = None,
-        report_to: str = "sinks",
-        **options: Any,
-    ) -> None:
-        check_callback(hooks, report_to, options)
-        self._log = HostLogSink(self._log_metrics) if report_to == "trainer" else None
-        self._given = hooks, sinks, options
-        self._made: HostRun | None = None
-        self._trainer: Any = None
-        self._handles: list[RemovableHandle] = []
+    def __init__(self, hooks: Iterable[Any] | str | None = None, **options: Any) -> None:
+        super().__init__(hooks, **options)
         self._losses: list[Tensor] = []
+        """What ``training_step`` has returned."""
+        self._backward_losses: list[Tensor] = []
+        """What ``manual_backward`` was given."""
         self._steps_seen = 0
         self._global_step = 0
-        self._has_begun_epoch = self._has_begun_step = False
         self._steps_before: int | None = None
         """How many steps were made, by our count, when the checkpoint was written that is being loaded."""
         self._logged: Mapping[str, Any] = {}
         self._kept: dict[str, Any] | Exception = {}
         """The state at the end of the run, for a checkpoint that is saved after it; or why there is none."""
-        self._backward_losses: list[Tensor] = []
-        self._stop_listening: Callable[[], None] = _do_nothing
-
-    @property
-    def _host(self) -> HostRun:
-        """The run, made when it is first asked for: then ranks are known, and only rank 0 opens sinks."""
-        if self._made is None:
-            self._made = self._make_host()
-        return self._made
-
-    def _make_host(self) -> HostRun:
-        hooks, sinks, options = self._given
-        sinks = sinks_or_usual(sinks, options, reports=self._log is not None)
-        return HostRun(hooks, sinks=sinks, report_to=self._log, **options)
-
-    @property
-    def manager(self) -> HookManager:
-        """The manager of the hooks: their metrics, errors and costs."""
-        return self._host.manager
-
-    def close(self) -> None:
-        """Close the sinks. May be called again."""
-        self._end(None)
-        if self._made is not None:
-            self._made.close()
 
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
-        check_alone(each for each in trainer.callbacks if isinstance(each, HooklineCallback))
-        self._end(None)  # of a run that failed
-        self._trainer, self._kept = trainer, {}
+        self._end()  # of a run that failed
+        self._attach_to(trainer, trainer.callbacks)
+        self._kept = {}
         if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
             warnings.warn(
                 f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew: it was saved "
@@ -133,6 +87,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         schedulers = trainer.lr_scheduler_configs
         is_automatic = bool(pl_module.automatic_optimization)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "hookline"
         self._host.begin_run(
             pl_module,
             trainer.optimizers[0] if trainer.optimizers else None,
@@ -145,66 +100,52 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             accumulate=int(trainer.accumulate_grad_batches),
             clip_norm=(trainer.gradient_clip_val or None) if by_norm and is_automatic else None,
             config=getattr(pl_module, "hparams", None),
-            run_context=self._run_context(trainer),
+            run_context={"run_dir": str(folder), "strategy": "trainer"},
         )
-        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
+        for optimizer in trainer.optimizers:
+            self._attached.callback(optimizer.register_step_post_hook(self._note_step).remove)
         if not is_automatic:
-            self._stop_listening = wrapped(pl_module, "manual_backward", self._manual_backward)
-        self._has_begun_epoch = self._has_begun_step = False
+            self._attached.callback(wrapped(pl_module, "manual_backward", self._manual_backward))
         self._steps_before = None
-
-    def _run_context(self, trainer: Any) -> dict[str, Any] | None:
-        if self._given[2].get("manager") is not None:
-            return None
-        return {"run_dir": str(Path(trainer.log_dir or trainer.default_root_dir) / "hookline"), "strategy": "trainer"}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run, and keep the state of the hooks: callbacks that save, and users, may do so after it."""
-        if self._is_training():
+        if self._host.is_running:
             self._host.flush()
             try:
                 self._kept = copied(self._host.state_dict(all_ranks=True))
             except Exception as error:  # matters only to one who saves
                 self._kept = error
-        self._end(None)
+        self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run as the Trainer does; what was recorded until then is written."""
         self._end(exception)
 
-    def _end(self, error: BaseException | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._stop_listening()
-        self._stop_listening = _do_nothing
-        self._handles, self._losses, self._backward_losses, self._trainer = [], [], [], None
-        if self._made is not None:
-            self._made.end_run(error)
+    def _end(self, error: BaseException | None = None) -> None:
+        self._losses, self._backward_losses = [], []
+        super()._end(error)
 
     # -- epochs and steps ----------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch."""
-        self._has_begun_epoch = True
         self._host.begin_epoch(trainer.current_epoch, loader=trainer.train_dataloader)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End an epoch, which has been validated by now."""
-        self._has_begun_epoch = False
-        if self._is_training():
+        if self._host.is_running:
             self._host.end_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step, or add a batch to the one that is being accumulated."""
-        host = self._host
-        if not self._has_begun_epoch:  # one that goes on in the middle, from a checkpoint, is not announced
+        if not self._host.in_epoch:  # one that goes on in the middle, from a checkpoint, is not announced
             self.on_train_epoch_start(trainer, pl_module)
         self._steps_seen, self._global_step = 0, trainer.global_step
-        if self._has_begun_step:
-            host.add_batch(batch)
-            return
-        self._has_begun_step = True
-        host.begin_step(batch=batch, batch_idx=batch_idx)
+        if self._host.in_step:
+            self._host.add_batch(batch)
+        else:
+            self._host.begin_step(batch=batch, batch_idx=batch_idx)
 
     def _note_step(self, *_: Any) -> None:
         if phase() != "intervention":
@@ -225,7 +166,6 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             return  # gradients are accumulated
         losses = self._losses or self._backward_losses  # of manual optimization that returns none
         self._losses, self._backward_losses = [], []
-        self._has_begun_step = False
         self._host.hold_gradients()
         self._host.end_step(loss=sum(losses[1:], start=losses[0]) if losses else None, trained=self._steps_seen > 0)
 
@@ -233,28 +173,25 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an evaluation; at the end of an epoch, after its steps."""
-        if not self._is_training():
+        if not self._host.is_running:
             return  # the check before training, or validation without it
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self._has_begun_step:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self._host.in_step:
             self._host.finish_steps()
         self._logged = dict(trainer.callback_metrics)
         self._host.begin_evaluation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the metrics that the validation has logged."""
-        if self._is_training():
+        if self._host.is_running:
             before, self._logged = self._logged, {}
             new = {name: value for name, value in trainer.callback_metrics.items() if before.get(name) is not value}
             self._host.end_evaluation(new)
-
-    def _is_training(self) -> bool:
-        return self._made is not None and self._made.is_running
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hooks on all ranks, for Lightning's checkpoint; after training, that of its end."""
-        if self._is_training():
+        if self._host.is_running:
             return self._host.state_dict(all_ranks=True)
         if isinstance(self._kept, Exception):
             raise self._kept
@@ -281,8 +218,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
 
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self._trainer.loggers if self._trainer is not None else ():
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
 

@@ -1,13 +1,14 @@
 """Notice what a loop does without an edit in it: the losses of its backwards, and the passes over its loader.
 
-`Follow` and the start of a followed script make a `BackwardLosses` and a `LoaderPasses`. Both change torch's functions
+`Follow` and `FirstStep` make a `BackwardLosses` and call `follow_passes`. Both change torch's functions
 for as long as they last, and leave the tensors of the loop as they are; the device is not waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,10 @@ from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
 from hookline.errors import UnhookableError
-from hookline.integrations.wrapped import wrapped
 from hookline.messages import type_name
 from hookline.phases import phase
-from hookline.sites.functions.replaced_function import BACKWARD, Mark, mark_of
-
-__all__ = ["BackwardLosses", "LoaderPass", "LoaderPasses"]
+from hookline.sites import _torch
+from hookline.sites.functions.wrapped import around_backward, wrapped
 
 # -- losses ------------------------------------------------------------------------------------------------------
 
@@ -32,9 +31,12 @@ class _Noted(NamedTuple):
     """The loss of one backward."""
 
     loss: Tensor
-    scale: Tensor | None
-    is_own: bool = True
+    is_own: bool
     """Whether its backward has changed a gradient of the model: else it is the loss of another one."""
+
+
+_Mark: TypeAlias = tuple[int, int] | None
+"""Which gradient a parameter has, and how often that was changed; None if it has none."""
 
 
 class BackwardLosses:
@@ -50,51 +52,54 @@ class BackwardLosses:
     When ``zero_grad`` or the loop clears gradients between two backwards, the losses before are no part of a step.
 
     Args:
-        scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
+        scaler: The `GradScaler` that the loop multiplies its losses by; None if there is none.
         most: How many are kept at most; later ones are passed over.
         parameters: Those that are trained.
+        on_backward: Called before each backward of a loss.
         on_forget: Called when losses turn out to be no part of a step.
     """
 
     def __init__(
         self,
-        scale: Callable[[], Tensor | None] = lambda: None,
+        scaler: Any = None,
         *,
-        most: int | None = None,
+        most: int = sys.maxsize,
         parameters: Iterable[Tensor] = (),
+        on_backward: Callable[[], None] = lambda: None,
         on_forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scale = scale
-        self._most = most
-        self._on_forget = on_forget
+        self._scaler, self._most = scaler, most
+        self._on_backward, self._on_forget = on_backward, on_forget
         self._looked_at = _some_of(tuple(parameters))
         self._noted: list[_Noted] = []
-        self._begun: list[_Noted] = []
+        self._begun: list[Tensor] = []
         """The losses of the backward that is under way."""
-        self._before: list[Mark] = []
-        self._after: list[Mark] = []
+        self._before: list[_Mark] = []
+        self._after: list[_Mark] = []
         """The marks of the gradients before a backward, and after the last one."""
         self._is_cleared = False
         """Whether ``zero_grad`` has changed gradients since the last backward that was noted."""
-        self.keeps_all = False
-        """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
-        BACKWARD.add(self)
+        self.is_closure = False
+        """Whether the step calls a closure, which clears gradients each time: nothing is forgotten until `take`, which
+        returns the first loss."""
         owners = (Optimizer, nn.Module) if self._looked_at else ()
         self._ends = [wrapped(owner, "zero_grad", self._zero_grad) for owner in owners]
+        self._ends.append(around_backward(self._begin, self._end))
 
-    def take(self, *, first: bool = False) -> Tensor | None:
-        """Return their sum, or the first of them, on its device; None if there were none. Begin anew."""
-        noted, self._noted, self.keeps_all, self._is_cleared = self._noted, [], False, False
-        own = [one for one in noted if one.is_own] or noted  # if none is, gradients are kept where nobody looks
-        if len(own) == 1 and own[0].scale is None:  # the usual case, without any arithmetic
-            return own[0].loss
+    def take(self) -> Tensor | None:
+        """Return their sum, on its device; None if there were none. Begin anew."""
+        noted, is_closure = self._noted, self.is_closure
+        self._noted, self.is_closure, self._is_cleared = [], False, False
+        # If none is of the model, gradients are kept where nobody looks.
+        losses = [one.loss for one in noted if one.is_own] or [one.loss for one in noted]
+        if len(losses) < 2 or is_closure:
+            return losses[0] if losses else None
         with torch.no_grad():
-            parts = [one.loss.reshape(()) if one.scale is None else one.loss.reshape(()) / one.scale for one in own]
-            return sum(parts[1:1] if first else parts[1:], start=parts[0]) if parts else None
+            return sum((loss.reshape(()) for loss in losses[1:]), start=losses[0].reshape(()))
 
     def hand_to(self, other: BackwardLosses) -> None:
         """Let ``other`` have those that were noted here, which began to listen later."""
-        other._noted = [_Noted(one.loss, other._scale()) for one in self._noted] + other._noted
+        other._noted = [_Noted(other._without_scale(one.loss), True) for one in self._noted] + other._noted
         self._noted = []
 
     def forget(self) -> None:
@@ -104,28 +109,34 @@ class BackwardLosses:
 
     def remove(self) -> None:
         """Notice nothing more; may be called again."""
-        BACKWARD.discard(self)
         for end in self._ends:
             end()
         self._noted = []
 
     # -- called around each backward ---------------------------------------------------------------------
 
-    def is_wanted(self) -> bool:
-        """Return True: each backward may be that of a step."""
-        return True
-
-    def note(self, loss: Any) -> None:
-        """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
-        is_number = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-        is_full = self._most is not None and len(self._noted) >= self._most
-        if phase() != "train" or not is_number or is_full:
+    def _begin(self, tensors: Sequence[Any]) -> None:
+        """Note the losses of training: single real numbers, outside of interventions and evaluations."""
+        losses = [one for one in tensors if isinstance(one, Tensor) and one.numel() == 1 and one.is_floating_point()]
+        if phase() != "train" or not losses or len(self._noted) >= self._most:
             return
-        if not self._begun:
-            self._before = list(map(_mark, self._looked_at))
-            if self._noted and not self.keeps_all and (self._is_cleared or self._are_all_gone()):
-                self.forget()
-        self._begun.append(_Noted(loss.detach(), self._scale()))
+        self._before = list(map(_mark, self._looked_at))
+        if self._noted and not self.is_closure and (self._is_cleared or self._are_all_gone()):
+            self.forget()
+        self._on_backward()
+        self._begun = [self._without_scale(one.detach()) for one in losses]
+
+    def _end(self) -> None:
+        """Look whether the backward has changed a gradient."""
+        if self._begun:
+            begun, self._begun = self._begun, []
+            self._after = list(map(_mark, self._looked_at))
+            is_own = self._after != self._before or any(placed(each) is not None for each in self._looked_at[:1])
+            self._noted += [_Noted(loss, is_own) for loss in begun]
+
+    def _without_scale(self, loss: Tensor) -> Tensor:
+        scale = None if self._scaler is None else _torch.scale_of(self._scaler)
+        return loss if scale is None else loss / scale
 
     def _are_all_gone(self) -> bool:
         """Return whether none of the gradients is there that were after the last backward."""
@@ -135,29 +146,23 @@ class BackwardLosses:
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``zero_grad``, and note whether it has cleared gradients of the losses."""
-        if not self._noted or self.keeps_all:
+        if not self._noted or self.is_closure:
             return original(*args, **kwargs)
-        before = list(map(mark_of, self._looked_at))
+        before = list(map(_exact_mark, self._looked_at))
         found = original(*args, **kwargs)
-        self._is_cleared |= list(map(mark_of, self._looked_at)) != before
+        self._is_cleared |= list(map(_exact_mark, self._looked_at)) != before
         return found
 
-    def marks(self) -> list[Mark]:
-        """Return something that changes with the gradients of the model."""
-        return self._before
 
-    def note_gradients(self, before: list[Mark]) -> None:
-        """Look whether the backward has changed a gradient."""
-        if self._begun:
-            begun, self._begun = self._begun, []
-            self._after = list(map(_mark, self._looked_at))
-            is_own = self._after != before or any(placed(each) is not None for each in self._looked_at[:1])
-            self._noted += [one._replace(is_own=is_own) for one in begun]
+def _exact_mark(parameter: Tensor) -> _Mark:
+    """Return something that changes with the gradient of a parameter."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
 
 
-def _mark(parameter: Tensor) -> Mark:
+def _mark(parameter: Tensor) -> _Mark:
     """Return what tells of a change of a gradient; of FSDP2, which adds inside of one, whether there is any."""
-    return mark_of(parameter) if placed(parameter) is None or parameter.grad is None else (0, 0)
+    return _exact_mark(parameter) if placed(parameter) is None or parameter.grad is None else (0, 0)
 
 
 def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -168,15 +173,18 @@ def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 # -- batches -----------------------------------------------------------------------------------------------------
 
 
-class LoaderPasses:
-    """Tell when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
+class PassListener(Protocol):
+    """What is told of the passes over a loader."""
 
-    Recipe::
+    def take_batch(self, each: LoaderPass) -> None:
+        """Take the batch of a pass, before the loop gets it."""
 
-        passes = LoaderPasses(loader, on_batch, on_end)
-        for batch in loader:  # calls on_batch(each) each time, on_end(each) after the last one
-            ...
-        passes.remove()
+    def end_pass(self, each: LoaderPass) -> None:
+        """Hear that there is no batch left."""
+
+
+def follow_passes(loader: Any, listener: PassListener) -> Callable[[], None]:
+    """Tell ``listener`` when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
 
     The ``__iter__`` of the loader's class is wrapped for as long as it is followed: the iterator of the loader is put
     into a `LoaderPass`, which hands everything through. Other objects of the class get their own iterator.
@@ -184,38 +192,26 @@ class LoaderPasses:
     Args:
         loader: A ``DataLoader``, or an object of any class in Python that can be iterated; or such a class, for all of
             its objects.
-        on_batch: Called with the `LoaderPass`, which has the batch, before the loop gets it.
-        on_end: Called with the `LoaderPass` when there is no batch left.
+        listener: It hears of passes that are under way when this ends, too.
+
+    Returns:
+        The function that ends it; it may be called again.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        on_batch: Callable[[LoaderPass], None],
-        on_end: Callable[[LoaderPass], None] = lambda each: None,
-    ) -> None:
-        self.on_batch, self.on_end = on_batch, on_end
-        self._loader = loader
-        owner = _owner_of_iter(loader if isinstance(loader, type) else type(loader))
-        self._end = wrapped(owner, "__iter__", self._iter)
+    def iterate(original: Any, each: Any) -> Any:
+        is_followed = each is loader or isinstance(loader, type)
+        return LoaderPass(original(each), listener, each) if is_followed else original(each)
 
-    def _iter(self, original: Any, loader: Any) -> Any:
-        is_followed = loader is self._loader or isinstance(self._loader, type)
-        return LoaderPass(original(loader), self, loader) if is_followed else original(loader)
-
-    def remove(self) -> None:
-        """Follow it no more; may be called again, and while a pass is under way."""
-        self._end()
-        self.on_batch = self.on_end = _ignore
-        self._loader = None
+    return wrapped(_owner_of_iter(loader if isinstance(loader, type) else type(loader)), "__iter__", iterate)
 
 
 class LoaderPass:
     """One pass over a loader: the loader's own iterator, with its batches announced."""
 
-    def __init__(self, iterator: Iterator[Any], passes: LoaderPasses, loader: Any) -> None:
+    def __init__(self, iterator: Iterator[Any], listener: PassListener, loader: Any) -> None:
         self._iterator = iterator
-        self._passes = passes
+        self.listener = listener
+        """What is told of the rest of the pass."""
         self.loader = loader
         """The loader that the pass goes over."""
         self.batch: Any = None
@@ -235,20 +231,12 @@ class LoaderPass:
             self.batch = None
             if not self.is_over:
                 self.is_over = True
-                self._passes.on_end(self)
+                self.listener.end_pass(self)
             raise
         self.batch = batch
         self.count += 1
-        self._passes.on_batch(self)
+        self.listener.take_batch(self)
         return batch
-
-    def tell(self) -> None:
-        """Announce the newest batch once more, to the one who has the pass now."""
-        self._passes.on_batch(self)
-
-    def hand_to(self, passes: LoaderPasses) -> None:
-        """Announce the rest of this pass to others."""
-        self._passes = passes
 
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]  # raises as the iterator itself would
@@ -258,8 +246,6 @@ class LoaderPass:
         return self._iterator.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_iterator":  # of an object that was made without __init__
-            raise AttributeError(name)
         return getattr(self._iterator, name)
 
 
@@ -273,10 +259,6 @@ def _owner_of_iter(loader_type: type) -> type:
             "are), or leave loader= out; then everything is one epoch."
         )
     return owner
-
-
-def _ignore(*_: Any) -> None:
-    pass
 
 
 _HEAP_TYPE: Final = 1 << 9

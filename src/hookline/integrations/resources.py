@@ -18,8 +18,6 @@ from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.training.experiment import MicroBatches
 from hookline.when import HookPoint, StepSchedule
 
-__all__ = ["ResourcesHook"]
-
 _GIB: Final = 1 << 30
 
 

@@ -22,8 +22,7 @@ from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, error_of_process, follow
-from hookline.integrations.host_facts import command_name
-from hookline.integrations.host_manager import recorder_of
+from hookline.integrations.host_manager import command_name, with_recorder
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
@@ -33,8 +32,8 @@ from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.integrations.first_step import FirstStep
-
-__all__ = ["begin_script"]
+    from hookline.runs.build import Built
+    from hookline.runs.run import Run
 
 _FLUSH_EVERY: Final = 50
 """Steps: what a script loses at most when it is killed."""
@@ -62,68 +61,55 @@ def begin_script(optimizer: Any, first: FirstStep, began: float) -> bool:
         return False
     for path in _notes(f"{os.getpid()}.*failed"):  # of an optimizer before this one
         path.unlink()
-    script = None
+    folder = None
     try:
-        script = _ScriptRun()
-        script.follow(model, optimizer, first, began)
-    except Exception as error:
-        _tell_not_attached(str(error) if isinstance(error, HooklineError) else error_text(error))
-        if script is not None:
-            script.give_up(error)
-    return True
-
-
-class _ScriptRun:
-    """The run of a script, in one of its processes, as the run file asks for it."""
-
-    def __init__(self) -> None:
-        self._asked = read_file(os.environ["HOOKLINE_RUN"], of_script=True)
-        self._name = command_name(self._asked.command)
-        self._built = build(self._asked)
-        self._folder: Path | None = None
-        """Where records go; None on ranks over 0, which write nothing."""
-        if this_rank() == 0:
-            self._folder = new_folder(Path(self._asked.output_dir), self._name, STRATEGY)
-
-    def follow(self, model: Any, optimizer: Any, first: FirstStep, began: float) -> None:
-        """Follow the loop, in the middle of its first step."""
-        asked, built, folder, every = self._asked, self._built, self._folder, self._asked.snapshot_every
+        asked = read_file(os.environ["HOOKLINE_RUN"], of_script=True)
+        built = build(asked)
+        if this_rank() == 0:  # the others write nothing
+            folder = new_folder(Path(asked.output_dir), command_name(asked.command), STRATEGY)
         _note("followed", str(folder or ""))
-        context = {"strategy": STRATEGY, "experiment_name": self._name, "output_dir": asked.output_dir}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Hook .* (could not be started|excluded)", HooklineWarning)  # told below
-            run = follow(
-                model,
-                optimizer,
-                [*built.hooks, *recorder_of(built.hooks)],  # on all ranks, which have the same hooks
-                sinks=[] if folder is None else built.make_sinks(),
-                log=None if folder is None else folder / LOG,
-                loader=first.loader,
-                scaler=find_scaler(),
-                loop=None if every is None else "step" if every else "epoch",
-                snapshot_every=every or None,
-                flush_every=_FLUSH_EVERY,
-                run_context=context if folder is None else context | {"run_dir": str(folder)},
-                **built.options,
-            )
-        first.hand_over(run)
-        for name, why in run.manager.plan.left_out.items():
-            _tell_not_attached(f"the hook {name}: {why}")
-        for spec in built.specs:  # one by one: if a factory raises, the others are on
-            try:
-                run.when_closed(register_hooks(model, [spec]).remove)
-            except Exception as error:
-                _tell_not_attached(f"the spec {spec.name}: {error_text(error)}")
-        _at_sigterm(lambda: _end_by_signal(run))
+        run = _follow(asked, built, folder, model, optimizer, first)
         options = to_plain(asked.model_dump(exclude_unset=True))
         told = {"name": asked.name, "options": options, "command": asked.command}
         run.note(**told, set_up_seconds=time.perf_counter() - began)
+    except Exception as error:
+        _tell_not_attached(str(error) if isinstance(error, HooklineError) else error_text(error))
+        if folder is not None:  # the script goes on without hooks
+            told = {"experiment": command_name(asked.command), "status": "failed", "error": error_text(error)}
+            write_run_json(folder, read_run_json(folder) | told)
+    return True
 
-    def give_up(self, error: Exception) -> None:
-        """Write that the run was not followed: the script goes on without hooks."""
-        if self._folder is not None:
-            told = {"experiment": self._name, "status": "failed", "error": error_text(error)}
-            write_run_json(self._folder, read_run_json(self._folder) | told)
+
+def _follow(asked: Run, built: Built, folder: Path | None, model: Any, optimizer: Any, first: FirstStep) -> Follow:
+    """Follow the loop, in the middle of its first step, as the run file asks for it."""
+    every = asked.snapshot_every
+    context = {"strategy": STRATEGY, "experiment_name": command_name(asked.command), "output_dir": asked.output_dir}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Hook .* (could not be started|excluded)", HooklineWarning)  # told below
+        run = follow(
+            model,
+            optimizer,
+            with_recorder(built.hooks),  # on all ranks, which have the same hooks
+            sinks=[] if folder is None else built.make_sinks(),
+            log=None if folder is None else folder / LOG,
+            loader=first.loader,
+            scaler=find_scaler(),
+            loop=None if every is None else "step" if every else "epoch",
+            snapshot_every=every or None,
+            flush_every=_FLUSH_EVERY,
+            run_context=context if folder is None else context | {"run_dir": str(folder)},
+            **built.options,
+        )
+    first.hand_over(run)
+    for name, why in run.manager.plan.left_out.items():
+        _tell_not_attached(f"the hook {name}: {why}")
+    for spec in built.specs:  # one by one: if a factory raises, the others are on
+        try:
+            run.when_closed(register_hooks(model, [spec]).remove)
+        except Exception as error:
+            _tell_not_attached(f"the spec {spec.name}: {error_text(error)}")
+    _at_sigterm(lambda: _end_by_signal(run))
+    return run
 
 
 def _at_sigterm(act: Callable[[], None]) -> None:
@@ -154,7 +140,7 @@ def _end_by_signal(run: Follow) -> None:
     error = KeyboardInterrupt("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
     if run.manager.output.ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
         told = {"run/error": error_text(error_of_process() or error)}
-        run.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
+        run.manager.emit_metrics(told, run.epoch, HookPoint.POST_STEP)
     run.__exit__(KeyboardInterrupt, error, None)
 
 

@@ -10,41 +10,32 @@ import atexit
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline import checkpoint_file
-from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError
-from hookline.integrations.host_manager import HostLogSink, check_alone, check_callback, sinks_or_usual
-from hookline.integrations.host_run import HostRun
-from hookline.integrations.wrapped import wrapped
+from hookline.errors import HooklineWarning, LifecycleError
+from hookline.integrations.host_callback import HostCallback
+from hookline.load import needed_package
 from hookline.messages import caller_stacklevel
+from hookline.sites.functions.wrapped import wrapped
 
-try:
+with needed_package("transformers", __name__):
     from transformers import TrainerCallback
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise  # it is there, and lacks something itself
-    raise MissingPackageError(
-        "hookline.integrations.transformers needs the package transformers: pip install 'hookline[transformers]'."
-    ) from error
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor, nn
 
-    from hookline.lifecycle.manager import HookManager
-
-__all__ = ["STATE_FILE", "HooklineCallback"]
 
 STATE_FILE: Final = "hookline.pt"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
-_DEEPEST: Final = 12
-"""Frames between an event and the Trainer that calls it; there are three."""
 
 
-class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
+class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
     """Fire hooks in a ``Trainer``.
 
     Recipe::
@@ -63,57 +54,27 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         report_to: ``"trainer"`` hands metrics to ``Trainer.log`` as well, and so to its W&B or TensorBoard run, which
             stays one run; those of steps as their mean since the last time. ``"sinks"`` does not.
         options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
-            ``flush_every``, ``on_error``, ``capabilities``.
+            ``flush_every``, ``on_error``, …
     """
 
-    def __init__(
-        self,
-        hooks: Iterable[Any] | str | None = None,
-        *,
-        sinks: Iterable[Any] | None = None,
-        report_to: str = "sinks",
-        **options: Any,
-    ) -> None:
-        check_callback(hooks, report_to, options)
-        log = HostLogSink(self._log, per_step=False) if report_to == "trainer" else None
-        sinks = sinks_or_usual(sinks, options, reports=log is not None)
-        self._host = HostRun(hooks, sinks=sinks, report_to=log, **options)
-        self._tells_context = options.get("manager") is None
-        self._reports = log is not None
-        self._trainer: Any = None
-        self._listening = ExitStack()
-        self._loss: Tensor | None = None
-        self._epoch = 0
-        self._awaited = 0
-        """How many evaluations follow before the epoch is over."""
-        self._has_batch = self._is_logging = False
-
-    @property
-    def manager(self) -> HookManager:
-        """The manager of the hooks: their metrics, errors and costs."""
-        return self._host.manager
-
-    def close(self) -> None:
-        """End the run if the Trainer failed without saying so, and close the sinks. May be called again."""
-        self._end()
-        self._host.close()
+    _logs_per_step = False
+    _loss: Tensor | None = None
+    """Of the batches of the step so far."""
+    _epoch = 0
+    _awaited = 0
+    """How many evaluations follow before the epoch is over."""
+    _is_logging = False
 
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
         self._end()  # of a run that failed
-        self._trainer, folder = _find_trainer(self)
-        self._check_trainer()
-        step = int(state.global_step)
+        trainer, folder = _find_trainer(self)
+        self._attach_to(trainer, trainer.callback_handler.callbacks)
+        step, optimizer = int(state.global_step), given.get("optimizer")
         if step:
             self._load_state(folder or Path(args.output_dir) / f"checkpoint-{step}")
-        self._begin(args, step, given)
-        self._epoch = int(state.epoch or 0)
-        self._awaited = 0
-
-    def _begin(self, args: Any, step: int, given: Mapping[str, Any]) -> None:
-        optimizer = given.get("optimizer")
         context = {"run_dir": str(Path(args.output_dir) / "hookline"), "strategy": "trainer"}
         self._host.begin_run(
             given.get("model"),
@@ -123,14 +84,17 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             scheduler_per="step",
             scaler=getattr(optimizer, "scaler", None),
             loader=given.get("train_dataloader"),
-            loss_fn=None if self._trainer is None else self._compute_loss,
+            loss_fn=self._compute_loss,
             accumulate=int(args.gradient_accumulation_steps),
             clip_norm=args.max_grad_norm or None,
             config=args,
-            run_context=context if self._tells_context else None,
+            run_context=context,
         )
-        self._listen()
+        self._attached.callback(wrapped(trainer, "training_step", self._training_step))
+        self._attached.callback(wrapped(trainer, "evaluation_loop", self._evaluation_loop))
         atexit.register(self._end)  # a Trainer that fails outside of a step tells nobody; metrics are written then
+        self._epoch = int(state.epoch or 0)
+        self._awaited = 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """End the run."""
@@ -140,14 +104,17 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def _end(self, error: BaseException | None = None) -> None:
         atexit.unregister(self._end)
-        self._listening.close()
-        self._host.end_run(error)
         self._loss = None
+        super()._end(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """End the run as the Trainer does: it tells callbacks nothing when it fails."""
-        if self._host.is_running:
+    @contextmanager
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        """End the run as the Trainer does when an event raises: it tells callbacks nothing."""
+        try:
+            yield
+        except BaseException as error:
             self._end(error)
+            raise
 
     # -- epochs and steps ----------------------------------------------------------------------------------------
 
@@ -166,20 +133,12 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             if not self._awaited:
                 self._host.end_epoch()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Begin a step; if its batch is going to be told, then."""
-        self._loss, self._has_batch = None, False
-        if self._trainer is None:
-            with self._ends_if_it_fails():
-                self._host.begin_step(int(state.global_step))
-
     def _training_step(self, original: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Learn the batch and the loss of a step from the Trainer's method."""
         with self._ends_if_it_fails():
-            if self._has_batch:
+            if self._host.in_step:
                 self._host.add_batch(inputs)
             else:
-                self._has_batch = True
                 self._host.begin_step(int(self._trainer.state.global_step), batch=inputs)
             loss = original(model, inputs, *args, **kwargs)
             self._loss = loss if self._loss is None else self._loss + loss
@@ -224,8 +183,6 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             self._host.flush()
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
-        if self._trainer is None:
-            raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
         self._is_logging = True
         try:
             self._trainer.log(metrics)
@@ -257,19 +214,6 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     # -- the trainer ---------------------------------------------------------------------------------------------
 
-    def _check_trainer(self) -> None:
-        handler = getattr(self._trainer, "callback_handler", None)
-        if handler is not None:
-            check_alone(each for each in handler.callbacks if isinstance(each, HooklineCallback))
-        if self._reports and self._trainer is None:
-            raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
-
-    def _listen(self) -> None:
-        if self._trainer is None:
-            return
-        self._listening.callback(wrapped(self._trainer, "training_step", self._training_step))
-        self._listening.callback(wrapped(self._trainer, "evaluation_loop", self._evaluation_loop))
-
     def _evaluations(self) -> int:
         data = getattr(self._trainer, "eval_dataset", None)
         return len(data) if isinstance(data, dict) else 1
@@ -289,32 +233,22 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             vars(trainer).update(sums)
         return loss.mean() if loss.ndim else loss
 
-    @contextmanager
-    def _ends_if_it_fails(self) -> Iterator[None]:
-        """End the run as the Trainer does when an event raises: it tells callbacks nothing."""
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
 
 def _find_trainer(callback: HooklineCallback) -> tuple[Any, Path | None]:
     """Return the Trainer that calls an event of ``callback``, and the checkpoint that it resumes from.
 
-    The Trainer gives callbacks everything but itself, so it is found among the callers of the event, once a run. None
-    if something else calls: then batches and losses of steps are not known.
+    The Trainer gives callbacks everything but itself, so it is found among the callers of the event, once a run.
     """
-    frame = sys._getframe(2)
-    for _ in range(_DEEPEST):
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
         caller = frame.f_locals.get("self")
         if any(one is callback for one in getattr(getattr(caller, "callback_handler", None), "callbacks", ())):
             folder = frame.f_locals.get("resume_from_checkpoint")
             return caller, Path(folder) if isinstance(folder, str | Path) else None
-        if frame.f_back is None:
-            break
         frame = frame.f_back
-    return None, None
+    raise LifecycleError(
+        "HooklineCallback is called by no transformers.Trainer. Next: HostRun, for a trainer of your own."
+    )
 
 
 def _sums_of(trainer: Any) -> dict[str, Any]:
@@ -326,5 +260,5 @@ def _sums_of(trainer: Any) -> dict[str, Any]:
 
 def _output_folder(trainer: Any, args: Any) -> Path:
     """Return the folder of the Trainer's checkpoints: another one for each trial of a search."""
-    find: Callable[..., str] | None = getattr(trainer, "_get_output_dir", None)
+    find = getattr(trainer, "_get_output_dir", None)
     return Path(args.output_dir if find is None else find(trial=getattr(trainer, "_trial", None)))

@@ -11,7 +11,7 @@ import inspect
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,20 +45,19 @@ _ARGUMENTS: Final = {"prometheus": "port", "wandb": "project"}
 
 @dataclass(frozen=True)
 class Built:
-    """What a run is made of."""
+    """What a run is made of; of one that names nothing, nothing."""
 
-    run: Run
-    hooks: list[TrainingHook]
-    specs: list[HookSpec]
+    hooks: list[TrainingHook] = field(default_factory=list)
+    specs: list[HookSpec] = field(default_factory=list)
     """Hooks on modules, as data."""
-    options: dict[str, Any]
+    sinks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Each by its name, with its arguments."""
+    options: dict[str, Any] = field(default_factory=dict)
     """What the run says to its `HookManager`."""
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks, new ones at each call: some begin a run somewhere when they are made."""
-        chosen, others = self.run.sinks.chosen(), self.run.sinks.others
-        by_flag = {name: {_ARGUMENTS[name]: value} if name in _ARGUMENTS else {} for name, value in chosen.items()}
-        return [make_sink(*one) for one in [*by_flag.items(), *((other.sink, other.options) for other in others)]]
+        return [make_sink(*one) for one in self.sinks]
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
@@ -110,7 +109,11 @@ def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[st
         "on_error": run.hooks.on_error,
         "reference_weights": run.hooks.config.get(REFERENCE, {}).get("path"),
     }
-    return Built(run, hooks, kept, options)
+    by_flag = {
+        name: {_ARGUMENTS[name]: value} if name in _ARGUMENTS else {} for name, value in run.sinks.chosen().items()
+    }
+    sinks = [*by_flag.items(), *((other.sink, other.options) for other in run.sinks.others)]
+    return Built(hooks, kept, sinks, options)
 
 
 def hook_names(run: Run, found: FoundExperiment | None = None) -> list[str]:

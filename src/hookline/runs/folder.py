@@ -122,13 +122,15 @@ class RunNotes:
         self._folder = folder
         self._manager = manager
         self._sinks = [type(sink).__name__ for sink in sinks]
-        self._before = read_run_json(folder)
+        self._before = read_run_json(folder) if is_written else {}
         self._facts: dict[str, Any] = {}
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write that it is running."""
         from hookline import __version__
 
+        if not self._is_written:
+            return
         before = self._before
         self._facts = {
             "hookline": __version__,

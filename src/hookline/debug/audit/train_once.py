@@ -31,7 +31,7 @@ from hookline.guard.rng import RandomStates, kept_rng, restart_hook_stream
 from hookline.guard.switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.integrations.follow import Follow, follow
-from hookline.integrations.snapshot_steps import can_count_steps
+from hookline.integrations.host_run import can_count_steps
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry

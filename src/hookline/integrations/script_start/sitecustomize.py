@@ -43,37 +43,31 @@ def _note(what: str, text: str = "") -> None:
 
 
 class _AfterTorch:
-    """Call a function when ``import torch`` is over."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self._is_looking = False
+    """Call `_wait_for_a_step` when ``import torch`` is over."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of torch, with a loader that calls the function; None of other modules."""
-        if name != "torch" or self._is_looking:
+        """Return the spec of torch, with a loader that makes the call; None of other modules."""
+        if name != "torch":
             return None
-        self._is_looking = True
+        from functools import partial
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
         try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            spec = next((each for each in found if each is not None), None)
+            spec = find_spec(name)
         finally:
-            self._is_looking = False
-        if spec is not None:
-            self._call_after(spec.loader)
+            sys.meta_path.insert(0, self)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = partial(self._execute, loader.exec_module)
         return spec
 
-    def _call_after(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            # Not before: some packages look whether torch is there long before it is imported.
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            execute(module)
-            self._function()
-
-        loader.exec_module = exec_module
+    def _execute(self, original: Any, module: Any) -> None:
+        # Not before: some packages look whether torch is there long before it is imported.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        original(module)
+        _wait_for_a_step()
 
 
 def _wait_for_a_step() -> None:
@@ -99,4 +93,4 @@ def _begin(optimizer: Any, first: Any) -> bool:
 _run_own_sitecustomize()
 if os.environ.get("HOOKLINE_RUN"):
     _note("python")
-    sys.meta_path.insert(0, _AfterTorch(_wait_for_a_step))
+    sys.meta_path.insert(0, _AfterTorch())

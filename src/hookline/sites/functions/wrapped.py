@@ -1,18 +1,21 @@
 """Wrap a function of a class, a module or one object for as long as someone has to know of its calls.
 
-The adapters use it where a trainer tells callbacks too little; `follow` uses it on loaders and on ``zero_grad``.
+Adapters of trainers use it where callbacks are told too little, `follow` for loaders, ``zero_grad`` and ``backward()``,
+and the hook ``norms`` for ``backward()``.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+import torch
 
 from hookline.sites import _torch
 
-__all__ = ["wrapped"]
+__all__ = ["around_backward", "wrapped"]
 
 _LOCK: Final = threading.RLock()
 _STATE: Final = "_hookline_wrap"
@@ -34,11 +37,11 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], N
     Recipe::
 
         def around(original, *args, **kwargs):
-            print("a backward begins")
+            print("gradients are asked for")
             return original(*args, **kwargs)
 
 
-        end = wrapped(torch.autograd, "backward", around)
+        end = wrapped(torch.autograd, "grad", around)
 
     Several may wrap the same and end in any order: the original is back when the last one has ended. A function that
     someone else has put in front stays, and calls the original through ours. ``end`` may be called again.
@@ -64,3 +67,33 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], N
                     delattr(owner, name)
 
     return end
+
+
+class _Within(threading.local):
+    """What this thread is in the middle of."""
+
+    backward = False
+
+
+def around_backward(before: Callable[[Sequence[Any]], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call ``before(losses)`` and ``after()`` around each outermost ``backward()`` of losses; return what ends it.
+
+    ``loss.backward()`` calls ``torch.autograd.backward``, which is wrapped. ``after`` is called after an error too.
+    """
+    within = _Within()
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
+        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        if gradients is not None or within.backward:
+            return original(*args, **kwargs)
+        tensors = args[0] if args else kwargs.get("tensors")
+        before(tensors if isinstance(tensors, list | tuple) else (tensors,))
+        within.backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            within.backward = False
+            after()
+
+    return wrapped(torch.autograd, "backward", around)
