@@ -26,7 +26,7 @@ __all__ = ["PART"]
 CLIENTS = 12
 ROUNDS = 8
 """Requests of one client."""
-ROUTES = ["/v1/completions", "/v1/chat/completions", "/generate", "/hooks"]
+ROUTES = ["/v1/completions", "/v1/chat/completions", "/hooks"]
 HOOK = {"name": "stats", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 
 

@@ -15,7 +15,7 @@ from hookline.engines.request_options import ClientHook
 from hookline.errors import OptionError
 from hookline.serve.http import vllm_endpoints
 from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_gate import Settings
 from hookline.serve.http.vllm_endpoints import WorkerCalls, endpoint_settings
 
 KEY = str(uuid.UUID(int=7))
@@ -114,7 +114,7 @@ def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(monkeypat
         monkeypatch.setattr(workers, "collective_rpc", later)
         calls.client = workers
         with pytest.raises(Refused, match="no time"):
-            await calls.add(ClientHook.from_dict(STATS))
+            await calls.attach(ClientHook.from_dict(STATS))
         has_time.set()
         for _ in range(20):  # turns of the event loop
             await asyncio.sleep(0)
@@ -154,16 +154,9 @@ def test_what_vllm_answers_passes_untouched(server: Server) -> None:
 
 
 def test_settings_come_from_the_engines_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A token in a file wins over the variable; what is unknown stops the server."""
+    """And the token from the environment; what is unknown stops the server."""
     monkeypatch.setenv("HOOKLINE_SERVE_TOKEN", TOKEN)
     found = endpoint_settings({"hookline": {"allow": ["mine"], "export_dir": str(tmp_path)}})
     assert (found.token, found.allow, found.export_dir) == (TOKEN, ("mine",), tmp_path)
-    (tmp_path / "token").write_text("from-the-file\n")
-    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN_FILE", str(tmp_path / "token"))
-    assert endpoint_settings(None).token == "from-the-file"
-    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN_FILE", str(tmp_path / "none"))
-    with pytest.raises(OptionError, match="cannot be read"):
-        endpoint_settings(None)
-    monkeypatch.delenv("HOOKLINE_SERVE_TOKEN_FILE")
     with pytest.raises(OptionError, match="protekt"):
         endpoint_settings({"hookline": {"protekt": "everything"}})

@@ -24,7 +24,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 @contextmanager
 def served(folder: Path, *, settings: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[Any]:
     """A server in a thread, with sockets; it has ``.client`` (httpx), ``.engine`` and the `Server`'s own methods."""
-    from hookline.serve.http.http_settings import Settings
+    from hookline.serve.http.request_gate import Settings
     from hookline.serve.http.server import Server
     from hookline.serve.load_model import load
     from hookline.serve.serving_engine import Engine

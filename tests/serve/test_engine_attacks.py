@@ -67,36 +67,6 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
             assert answer.finished.states is None
 
 
-@pytest.mark.slow
-def test_sixty_four_threads_submit_at_once(tiny) -> None:
-    """Who finds the queue full asks again; nobody is lost, told twice, or told on another thread than the engine's."""
-    model, tokenizer = tiny
-    engine = started(model, tokenizer, max_batch=16, max_waiting=8)
-    answers: dict[str, list[Answer]] = {}
-    together = threading.Barrier(64)
-
-    def client(number: int) -> None:
-        together.wait(PATIENCE)
-        mine = answers.setdefault(f"c{number}", [])
-        for turn in range(2):
-            answer = Answer()
-            request = GenerationRequest(f"c{number}.{turn}", (5, 6, number + 3), max_tokens=6, ignore_eos=True)
-            until(lambda answer=answer, request=request: _goes_in(engine, request, answer))
-            mine.append(answer.wait())
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    engine.close()
-    assert engine.counts()["requests_length"] == 128
-    assert {len(mine) for mine in answers.values()} == {2}
-    assert len(set().union(*(answer.threads for mine in answers.values() for answer in mine))) == 1
-    for number in range(0, 64, 8):
-        assert answers[f"c{number}"][1].ids == alone(model, (5, 6, number + 3), 6)
-
-
 def _goes_in(engine, request, answer) -> bool:
     try:
         engine.submit(request, answer)

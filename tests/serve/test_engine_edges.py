@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from helpers_serve import (
-    Answer,
     alone,
     ask,
     held_back,
@@ -53,36 +52,6 @@ def test_a_module_that_sees_tokens_in_another_order_gives_states_to_nobody() -> 
 
 
 # -- who waits for whom --------------------------------------------------------------------------------------
-
-
-def test_who_wants_no_states_does_not_wait_for_who_waits_for_room(tiny) -> None:
-    """The second waits for the first's bytes; the fourth passes it, the third, which wants some too, does not."""
-    engine = Engine(*tiny, captured_bytes=210 * 128)
-    begun = []
-    release = held_back(engine)
-
-    def client(name, **options):
-        answer = Answer()
-
-        def listen(event) -> None:
-            if name not in begun:
-                begun.append(name)
-            answer(event)
-
-        ask(engine, listen=listen, **options)
-        return answer
-
-    states = StatesWanted((LAYER,))
-    first = client("first", max_tokens=200, states=states)
-    second = client("second", max_tokens=199, states=states)
-    third = client("third", max_tokens=2, states=states)
-    fourth = client("fourth", max_tokens=2)
-    release()
-    assert fourth.wait().finished.reason == "length"
-    assert first.finished is None
-    assert [each.wait().finished.reason for each in (first, second, third)] == ["length"] * 3
-    engine.close()
-    assert begun == ["first", "fourth", "second", "third"]
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
@@ -172,22 +141,6 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     assert removed == [live]
     assert (live.errors, live.last_error) == (1, "OSError in close: disk full")
     assert "Closing hook" in caplog.text
-
-
-def test_a_hook_that_hangs_in_its_close_does_not_keep_others_on(tiny) -> None:
-    """Others are removed and closed meanwhile."""
-    engine = started(*tiny)
-    slow, other = (engine.hooks.add({"target_modules": [LAYER], "hook_factory": Slow}) for _ in range(2))
-    threads = [threading.Thread(target=engine.hooks.remove, args=(live.id,)) for live in (slow, other)]
-    threads[0].start()
-    assert slow.hook.is_closing.wait(PATIENCE)
-    other.hook.may_close.set()
-    threads[1].start()
-    threads[1].join(5.0)
-    assert (other.hook.closed, slow.hook.closed) == (True, False)
-    slow.hook.may_close.set()
-    threads[0].join(PATIENCE)
-    engine.close()
 
 
 def test_a_compiled_model_is_refused(tiny) -> None:

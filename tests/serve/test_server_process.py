@@ -111,7 +111,7 @@ def _check_export(folder: Path, bodies: list[dict[str, Any]]) -> int:
 _DRAINS_FOR_A_MINUTE = """
 import logging, sys, time
 from types import SimpleNamespace
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_gate import Settings
 from hookline.serve.http.server import Server
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -262,7 +262,7 @@ def test_an_engine_that_fails_ends_the_process_with_1(monkeypatch: pytest.Monkey
 
 def test_a_signal_that_is_lost_while_the_model_loads_still_counts() -> None:
     """Python drops an exception that comes while an object is deleted, and with it the one that a signal raises."""
-    from hookline.serve.http.http_settings import Settings
+    from hookline.serve.http.request_gate import Settings
     from hookline.serve.http.server import Server
 
     done: list[Any] = []

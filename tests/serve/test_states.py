@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.engines.request_options import StatesWanted
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import EngineBusy, NoMatchError, OptionError
 from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import GenerationRequest
 from hookline.serve.serving_engine import Engine
@@ -123,41 +123,24 @@ def test_a_layer_that_is_not_there_is_refused_with_the_nearest(engine) -> None:
     assert engine.counts()["requests_accepted"] == 0
 
 
-def test_bytes_are_bounded_before_a_request_runs(tiny) -> None:
-    """Two layers of 32 numbers of 4 bytes: 10 tokens fit in 2,560 bytes, 11 do not; a second waits for the first."""
-    model, tokenizer = tiny
-    engine = started(model, tokenizer, captured_bytes=2560)
-    both = StatesWanted(("model.layers.#",))
-    with pytest.raises(OptionError, match=r"can come to 2,816 bytes, .* have 2,560"):
-        ask(engine, range(5, 11), both, max_tokens=6)
-    asked = [ask(engine, range(5, 11), both, max_tokens=5) for _ in range(4)]
-    largest = 0
-    while not all(each.finished for each in asked):
-        largest = max(largest, engine.counts()["captured_bytes_reserved"])
-    assert largest <= 2560
-    assert [sum(each.values.nbytes for each in answer.finished.states.values()) for answer in asked] == [2560] * 4
-    assert engine.counts()["captured_bytes"] == 4 * 2560
-    until(lambda: engine.counts()["captured_bytes_reserved"] == 0)
-    engine.close()
-
-
 def test_the_room_of_states_is_taken_until_they_are_let_go(tiny) -> None:
-    """A client that still has them holds it: the next waits, one without states does not; a group is one piece."""
+    """Two layers of 32 numbers of 4 bytes: 10 tokens fit in 2,560 bytes. Who still has them holds the room."""
     engine = started(*tiny, captured_bytes=2560)
     both = StatesWanted(("model.layers.#",))
-    prompt, first, rest = (5, 6, 7, 8, 9), [Answer(), Answer()], Answer()
+    prompt, answers = (5, 6, 7, 8, 9), [Answer(), Answer()]
     group = [GenerationRequest(name, prompt, max_tokens=1, states=both) for name in ("a", "b")]
-    ticket = engine.submit_all(group, first, hold=True)
-    for answer in first:
-        assert answer.wait().finished.states
-    assert engine.counts()["captured_bytes_reserved"] == 2560
-    engine.submit(GenerationRequest("c", prompt, max_tokens=1, states=both), rest)
+    ticket = engine.submit_all(group, answers, hold=True)
+    found = [answer.wait().finished.states for answer in answers]
+    assert sum(each.values.nbytes for states in found for each in states.values()) == 2560
+    assert engine.counts()["captured_bytes"] == engine.counts()["captured_bytes_reserved"] == 2560
+    with pytest.raises(EngineBusy, match="no room"):
+        ask(engine, prompt, both, max_tokens=1)
     assert ask(engine, prompt).wait().finished.reason == "length"
-    assert (rest.finished, engine.counts()["requests_waiting"]) == (None, 1)
     ticket.release()
-    assert rest.wait().finished.states
-    with pytest.raises(OptionError, match=r"3,840 bytes.*answers"):
-        engine.submit_all([*group, GenerationRequest("d", prompt, max_tokens=1, states=both)], [*first, rest])
+    assert ask(engine, prompt, both, max_tokens=1).wait().finished.states
+    with pytest.raises(OptionError, match=r"can come to 2,816 bytes, .* have 2,560"):
+        ask(engine, range(5, 11), both, max_tokens=6)
+    until(lambda: engine.counts()["captured_bytes_reserved"] == 0)
     engine.close()
 
 
@@ -218,36 +201,6 @@ client = st.tuples(
     st.integers(0, 6),  # tokens of whoever came before, until this one comes
     st.one_of(st.none(), st.none(), st.integers(0, 6)),  # cancelled after so many tokens
 )
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(client, min_size=2, max_size=7), st.integers(0, 10_000))
-def test_whoever_comes_and_goes_everybody_gets_their_own(tiny, shared, clients, seed) -> None:
-    """Random lengths, moments of joining and cancels: what comes is what a run alone gives, and all of it."""
-    rng = random.Random(seed)
-    asked: list[Answer] = []
-    for prompt, count, positions, phase, after, cancel in clients:
-        if asked:
-            until(lambda after=after: len(asked[-1].tokens) >= after or asked[-1].finished)
-        states = (
-            None if positions is None else StatesWanted((LAYER, "model.layers.1"), positions=positions, phase=phase)
-        )
-        ids = [rng.randrange(3, 384) for _ in range(prompt)]
-        answer = ask(shared, ids, states, max_tokens=count)
-        answer.cancel, answer.wanted = cancel, states
-        asked.append(answer)
-        for each in asked:
-            if each.cancel is not None and len(each.tokens) >= each.cancel:
-                each.ticket.cancel()
-    for answer in asked:
-        answer.wait()  # all of them first: what is compared with is a run of the same model
-    for answer in asked:
-        if answer.wanted is None or answer.finished.reason == "cancelled":
-            assert answer.finished.states is None
-            continue
-        assert answer.finished.reason == "length"
-        _assert_all(tiny[0], answer)
-    assert shared.between(lambda: hl.attached(tiny[0])).result(PATIENCE) == []
 
 
 one_of_them = st.tuples(

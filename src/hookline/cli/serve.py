@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.screen import messages
-from hookline.errors import OptionError
+from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
-    from hookline.serve.http.http_settings import Settings
-    from hookline.serve.serving_engine import Engine
+    from hookline.serve import Engine, Settings
 
 logger = logging.getLogger("hookline.serve")
 
@@ -97,9 +96,8 @@ class ServeOptions:
 def serve(arguments: Sequence[str]) -> int:
     """Serve until a signal comes."""
     options = parse(ServeOptions, arguments, "serve")
-    from hookline.serve.http.server import Server, need_packages
+    from hookline.serve import Server
 
-    need_packages()
     with messages():
         model, specs = _model_and_specs(options)
         settings = _settings(options, model)
@@ -131,7 +129,7 @@ def _model_and_specs(options: ServeOptions) -> tuple[Path, list[Any]]:
 
 def _settings(options: ServeOptions, model: Path) -> Settings:
     from hookline.local_access import is_loopback
-    from hookline.serve.http.http_settings import Settings
+    from hookline.serve import Settings
 
     token = _token(options)
     is_open = not is_loopback(options.host)
@@ -190,9 +188,7 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
     template = None if options.chat_template is None else _text("--chat-template", options.chat_template)
 
     def make() -> Engine:
-        from hookline.serve.http.server import attach_at_start
-        from hookline.serve.load_model import load
-        from hookline.serve.serving_engine import Engine
+        from hookline.serve import Engine, load
 
         _no_bars_in_logs()
         logger.info("loading %s", model)
@@ -210,10 +206,27 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
             captured_bytes=options.captured_bytes,
             allow=options.allow or None,
         )
-        attach_at_start(engine, specs, strict=not options.no_strict)
+        _attach(engine, specs, strict=not options.no_strict)
         return engine
 
     return make
+
+
+def _attach(engine: Engine, specs: Sequence[Any], *, strict: bool) -> None:
+    """Attach the hooks of files, all or none.
+
+    Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
+    """
+    try:
+        engine.hooks.add_all(specs, strict=strict, origin="start")
+    except NoMatchError as error:
+        error.add_note("With --no-strict, such a hook is passed over.")
+        raise
+    except HooklineError:
+        raise
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
 
 
 def _no_bars_in_logs() -> None:

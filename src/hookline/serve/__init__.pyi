@@ -8,7 +8,7 @@ from hookline.serve.generation_request import Finished as Finished
 from hookline.serve.generation_request import GenerationRequest as GenerationRequest
 from hookline.serve.generation_request import Token as Token
 from hookline.serve.http.app import make_app as make_app
-from hookline.serve.http.http_settings import Settings as Settings
+from hookline.serve.http.request_gate import Settings as Settings
 from hookline.serve.http.server import Server as Server
 from hookline.serve.load_model import load as load
 from hookline.serve.request_row import Ticket as Ticket

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from hookline.engines.hidden_states import StatesOfLayer
     from hookline.factories.request_notes import RequestFlag
 
-__all__ = ["Event", "Finished", "GenerationRequest", "Length", "Sampling", "Temperature", "Token"]
+__all__ = ["Event", "Finished", "GenerationRequest", "Length", "Reason", "Sampling", "Temperature", "Token"]
+
+Reason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 _LIMIT: Final = 1 << 31
 _INT64: Final = 1 << 63
@@ -116,7 +118,7 @@ class Finished:
         engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), states=wanted), on_event)
     """
 
-    reason: Literal["stop", "length", "cancelled", "error"]
+    reason: Reason
     """An end-of-text token or a stop text; ``max_tokens``; a cancel, or an engine that closed; a failure."""
     states: dict[str, StatesOfLayer] | None = None
     """Hidden states by layer, if they were asked for and it ended well; of a layer that gave none, no rows."""
@@ -125,7 +127,7 @@ class Finished:
     completion_tokens: int = 0
     """Tokens of the answer, the end-of-text token included."""
     error: str | None = None
-    """The failure, or the reason for a cancel."""
+    """The failure."""
     stop: str | None = None
     """The stop text that was met."""
     hooks: tuple[dict[str, Any], ...] = ()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hookline.errors import ConfigError, MissingPackageError, OptionError
+from hookline.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,12 +50,11 @@ def load(
     """
     folder = Path(path)
     kind = _check_folder(folder, with_tokenizer=with_tokenizer)
-    wanted = _dtype(dtype)
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     transformers = _transformers("Serving a model")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL) if with_tokenizer else None
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, use_safetensors=True, **_LOCAL)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **_LOCAL)
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise ConfigError(f"The {kind} in {folder} cannot be loaded: {said}") from error
@@ -130,20 +129,9 @@ def _kind_of(folder: Path) -> str:
 def _check_folder(folder: Path, *, with_tokenizer: bool) -> str:
     """Return the kind of model in the folder; raise with what is missing."""
     kind = _kind_of(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} has no weights in *.safetensors; pickled ones are not read. See save_pretrained.")
     if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
             "prompts of token ids alone: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
         )
     return kind
-
-
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptionError(f"dtype is 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}.")
-    return found

@@ -1,7 +1,7 @@
 """Run the model for a batch of rows, and keep their key-value cache and padding.
 
-The engine's loop and the model probe call it. Sequences of different lengths end in the same column, so that the
-padding is on the left:
+The engine's loop and `ServedModel` call it. Sequences of different lengths end in the same column, so that the padding
+is on the left:
 
     columns   0 1 2 3 4 5
     row a     . . . a a a      pads 3
@@ -16,18 +16,17 @@ of their own, and columns that are padding in all rows are cut off: the cache is
 from __future__ import annotations
 
 import inspect
-import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import DynamicCache
 
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.observe.tokens import Tokens
-from hookline.sites.modules.module_hooks import existing_hooks
+from hookline.sites import _torch
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -45,9 +44,8 @@ class BatchForward:
     def __init__(self, model: nn.Module, session: Session) -> None:
         inner: Any = unwrap(model)
         takes = inspect.signature(inner.forward).parameters
-        missing = [
-            name for name in ("input_ids", "attention_mask", "past_key_values", "use_cache") if name not in takes
-        ]
+        needed = ("input_ids", "attention_mask", "past_key_values", "use_cache")
+        missing = [name for name in needed if name not in takes]
         if missing or not hasattr(inner, "get_input_embeddings"):
             raise OptionError(
                 f"A causal language model of transformers can be served, got {type_name(inner)}"
@@ -56,8 +54,6 @@ class BatchForward:
         self.model = model
         self.session = session
         """What hooks and hidden states of a forward go through."""
-        self.counts: Counter[str] = Counter()
-        self.seconds = 0.0
         embedding = inner.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
         self.device: torch.device = embedding.weight.device
@@ -66,19 +62,6 @@ class BatchForward:
         """The modules that see logits; all columns are computed only if one of them has hooks."""
         self._takes_positions = "position_ids" in takes
         self._may_keep_last = "logits_to_keep" in takes
-        self._new_cache = _cache_class()
-        self._is_probed = True
-        """Whether the model is being probed, which needs the logits of every column."""
-
-    def end_probe(self) -> None:
-        """Reset the counts after the probe."""
-        self._is_probed = False
-        self.counts.clear()
-        self.seconds = 0.0
-
-    def new_cache(self) -> Any:
-        """Return an empty cache that keeps every column."""
-        return self._new_cache()
 
     def run(
         self, table: Tokens, ids: list[list[int]], positions: list[list[int]], mask: Tensor | None, cache: Any
@@ -87,79 +70,55 @@ class BatchForward:
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if self._takes_positions:
             options["position_ids"] = torch.tensor(positions, device=self.device)
-        if self._may_keep_last and not self._has_hooks_at_end():
+        if self._may_keep_last and not any(hook for module in self._ends for hook in _torch.hooks_of(module)):
             options["logits_to_keep"] = 1  # of a prompt of 8,000 tokens and a vocabulary of 128,000, 4 GB less
-        start = time.perf_counter()
         with torch.inference_mode(), self.session.step(table):
             logits: Tensor = self.model(input_ids=torch.tensor(ids, device=self.device), **options).logits[:, -1]
-        self.counts[f"{table.phase}_forwards"] += 1
-        self.counts[f"{table.phase}_tokens"] += sum(table.lengths)
-        self.seconds += time.perf_counter() - start
         return logits
-
-    def _has_hooks_at_end(self) -> bool:
-        if self._is_probed:
-            return True
-        tables = (existing_hooks(module) for module in self._ends)
-        return any(table is not None and any(True for _ in table.entries()) for table in tables)
-
-
-def _cache_class() -> Any:
-    try:
-        from transformers import DynamicCache
-    except ImportError as error:
-        raise MissingPackageError(
-            "Serving a model needs the transformers package: pip install 'hookline[serve]'."
-        ) from error
-    return DynamicCache
 
 
 class RowBatch:
-    """Hold the rows that run together, with their cache; empty at first."""
+    """Hold the rows that run together, with their cache.
 
-    def __init__(self, forward: BatchForward) -> None:
+    Recipe: ``batch = RowBatch(forward, rows); logits = batch.prefill()``, then `decode` for each further token.
+    """
+
+    def __init__(self, forward: BatchForward, rows: Sequence[RequestRow] = ()) -> None:
         self._forward = forward
-        self.rows: list[RequestRow] = []
+        self.rows = list(rows)
         self.pads: list[int] = []
         """For each row, how many columns of padding it begins with."""
         self.width = 0
         """Columns in the cache."""
         self._cache: Any = None
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def prefill(self, rows: Sequence[RequestRow]) -> Tensor:
-        """Run the prompts of `rows`, which become the batch; return logits (rows, vocabulary)."""
-        prompts = [row.request.prompt_ids for row in rows]
-        width = max(map(len, prompts))
-        pads = [width - len(prompt) for prompt in prompts]
-        table = Tokens.padded([row.request.id for row in rows], prompts, [0] * len(rows), "prefill")
-        ids = [[0] * left + list(prompt) for left, prompt in zip(pads, prompts, strict=True)]
+    def prefill(self) -> Tensor:
+        """Run the prompts of all rows, once; return logits (rows, vocabulary)."""
+        prompts = [row.request.prompt_ids for row in self.rows]
+        self.width = max(map(len, prompts))
+        self.pads = [self.width - len(prompt) for prompt in prompts]
+        self._cache = DynamicCache()
+        table = Tokens.padded([row.request.id for row in self.rows], prompts, [0] * len(prompts), "prefill")
+        ids = [[0] * left + list(prompt) for left, prompt in zip(self.pads, prompts, strict=True)]
         # Padding has position 0, which every model has; nothing looks at it.
-        positions = [[0] * left + list(range(len(prompt))) for left, prompt in zip(pads, prompts, strict=True)]
-        cache = self._forward.new_cache()
-        logits = self._forward.run(table, ids, positions, self._mask(pads, width), cache)
-        self.rows, self.pads, self.width, self._cache = list(rows), pads, width, cache
-        return logits
+        positions = [[0] * left + list(range(len(prompt))) for left, prompt in zip(self.pads, prompts, strict=True)]
+        return self._forward.run(table, ids, positions, self._mask(), self._cache)
 
     def decode(self) -> Tensor:
         """Run the last token of every row; return logits (rows, vocabulary)."""
-        rows = self.rows
-        positions = tuple(row.position for row in rows)
-        table = Tokens.padded([row.request.id for row in rows], [(row.last,) for row in rows], positions, "decode")
+        ids, firsts = [[row.last] for row in self.rows], [row.position for row in self.rows]
+        table = Tokens.padded([row.request.id for row in self.rows], ids, firsts, "decode")
         self.width += 1
-        ids = [[row.last] for row in rows]
-        mask = self._mask(self.pads, self.width)
-        return self._forward.run(table, ids, [[position] for position in positions], mask, self._cache)
+        return self._forward.run(table, ids, [[position] for position in firsts], self._mask(), self._cache)
 
-    def _mask(self, pads: Sequence[int], width: int) -> Tensor | None:
+    def _mask(self) -> Tensor | None:
         """Return (rows, width), 1 where there is a token; None if that is everywhere."""
-        if not any(pads):
+        if not any(self.pads):
             return None
         device = self._forward.device
-        return (torch.arange(width, device=device) >= torch.tensor(pads, device=device).unsqueeze(1)).long()
+        return (torch.arange(self.width, device=device) >= torch.tensor(self.pads, device=device).unsqueeze(1)).long()
 
+    @torch.inference_mode()
     def join(self, other: RowBatch) -> None:
         """Add the rows of another batch; if there is no memory for that, leave this one as it was."""
         if not self.rows:
@@ -187,6 +146,7 @@ class RowBatch:
                 layer.keys = layer.keys[:rows, :, -width:]
                 layer.values = layer.values[:rows, :, -width:]
 
+    @torch.inference_mode()
     def keep(self, kept: Sequence[int]) -> None:
         """Remove all rows but those at the indices `kept`."""
         if len(kept) == len(self.rows):

@@ -16,20 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hookline.engines.hidden_states import RequestStates, StateSource
-from hookline.engines.request_options import StatesWanted
 from hookline.engines.session import Session
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.messages import nearest_names
 from hookline.serve.engine_loop import EngineLoop
 from hookline.serve.generation_request import Event, GenerationRequest
-from hookline.serve.model_probe import end_tokens, longest_sequence, probe_model
 from hookline.serve.request_row import RequestRow, Ticket
-from hookline.serve.row_batch import BatchForward
-from hookline.sites import _torch
-from hookline.sites.targets import check_model, select
+from hookline.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,12 +65,10 @@ class Engine:
         max_batch: So many requests run at once.
         max_waiting: So many more may wait; then `EngineBusy`.
         max_sequence: Tokens of prompt and answer together; as many as the model has positions if None.
-        captured_bytes: Hidden states that all requests together may want, from when a request runs until it has ended
-            (or is released, see `submit_all`). One that could want more than that by itself is refused; others wait
-            until there is room, and requests that want none pass them meanwhile.
+        captured_bytes: Hidden states that all requests together may want, from when a request is submitted until it
+            has ended (or is released, see `submit_all`). One that could want more than that by itself is refused; one
+            for which others leave no room is told to come back (`EngineBusy`).
         allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
-        on_error: What an exception in a hook does, unless its spec says: ``"disable"``, ``"warn"`` or
-            ``"raise"``, which fails the requests of that batch.
     """
 
     def __init__(
@@ -89,38 +81,33 @@ class Engine:
         max_sequence: int | None = None,
         captured_bytes: int = 1 << 30,
         allow: Iterable[str] | None = ("hookline.factories",),
-        on_error: str = "disable",
     ) -> None:
-        _check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
+        limits = {"max_batch": max_batch, "max_waiting": max_waiting, "captured_bytes": captured_bytes}
+        _check_limits(**limits, max_sequence=1 if max_sequence is None else max_sequence)
         self.model = model
         self.tokenizer = tokenizer
-        self.max_sequence = longest_sequence(model, max_sequence)
-        self._forward = BatchForward(model, Session(model))
-        self._shapes = probe_model(self._forward, batches=max_batch > 1)
-        self.widths = {source.module: shape.features for source, shape in self._shapes.items() if source.of == "output"}
+        self._served = ServedModel(model, tokenizer, max_sequence=max_sequence, batches=max_batch > 1)
+        self.max_sequence = self._served.max_sequence
+        self.widths = self._served.widths
         """How many numbers the output of each module has for a token; without modules that have no row for each."""
-        self._session = self._forward.session = Session(
+        self._session = self._served.forward.session = Session(
             model,
             self.between,
             allow=allow,
-            on_error=on_error,
             widths=self.widths,
             outputs=self.widths,
-            inputs=frozenset(source.module for source in self._shapes if source.of == "input"),
+            inputs=self._served.inputs,
         )
-        self._forward.end_probe()
-        self._loop = EngineLoop(self._forward, max_batch=max_batch)
-        self._eos = end_tokens(model, tokenizer)
+        self._loop = EngineLoop(self._served.forward, max_batch=max_batch)
         self._max_waiting = max_waiting
         self._captured_bytes = captured_bytes
         self._changed = threading.Condition()
-        self._waiting: deque[RequestRow] = deque()
-        self._known: dict[str, RequestRow] = {}
-        """The requests that wait or run, and some that have ended, by their ids."""
+        """Guards what follows, and tells the engine's thread that there is something to do."""
+        self._tickets: list[Ticket] = []
+        """All that was accepted, until it has ended and its hidden states are kept by nobody."""
+        self._waiting: list[RequestRow] = []
         self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._accepted = self._refused = 0
-        self._holding: list[Ticket] = []
-        """Those whose hidden states have room."""
         self._thread: threading.Thread | None = None
         self.has_failed = False
         """Whether the engine has stopped by itself."""
@@ -143,7 +130,8 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hookline-engine", daemon=True)
                 self._thread.start()
-                atexit.register(self._close_at_exit)
+                # Before the interpreter ends: a thread inside torch would crash the process.
+                atexit.register(self._close, 0.0, _EXIT_S)
 
     @property
     def is_running(self) -> bool:
@@ -163,7 +151,7 @@ class Engine:
                 no files.
 
         Raises:
-            EngineBusy: As many wait as may.
+            EngineBusy: As many wait as may, or the hidden states or hooks of others leave no room.
             EngineClosed: The engine is not running, or takes no more.
             OptionError: The request is too long, or wants what cannot be had; its id is in use; a hook of it cannot
                 be made, or is for outputs of another width.
@@ -185,14 +173,14 @@ class Engine:
         Patterns of layers and hooks are matched once. With `hold`, the hidden states count as captured until
         `Ticket.release`, because the client still has them; otherwise until the last request has ended.
         """
-        rows = self._rows(requests, listeners)
-        ticket = Ticket(rows, self._wake, hold=hold)
+        rows = [self._served.row(*each) for each in zip(requests, listeners, strict=True)]
+        ticket = Ticket(rows, hold=hold)
         try:
             for row in rows:
                 if row.request.hooks:
                     prepare = self._session.of_requests.prepare
                     row.hooks = prepare(row.request.id, row.request.hooks, allow, answers=len(rows))
-            self._accept(rows)
+            self._accept(ticket)
         except BaseException:
             for row in rows:
                 if row.hooks is not None:
@@ -200,87 +188,39 @@ class Engine:
             raise
         return ticket
 
-    def _rows(
-        self, requests: Sequence[GenerationRequest], listeners: Sequence[Callable[[Event], None]]
-    ) -> list[RequestRow]:
-        """Return a row for each request, checked against the model before any of them touches it."""
-        for request in requests:
-            self._check_tokens(request)
-        wanted = {request.states for request in requests} - {None}  # matched once, however many answers there are
-        sources = {each: self._sources(each) for each in wanted if each is not None}
-        rows = []
-        for request, listener in zip(requests, listeners, strict=True):
-            states, most = None, 0
-            if request.states is not None:
-                found = sources[request.states]
-                most = self._most_bytes(request, found)
-                prompt = len(request.prompt_ids)
-                states = RequestStates(request.id, request.states, prompt, found, most)
-            options: Any = {"tokenizer": self.tokenizer, "eos": self._eos, "states": states, "most_bytes": most}
-            rows.append(RequestRow(request, listener, **options))
-        nbytes = sum(row.most_bytes for row in rows)
-        if nbytes > self._captured_bytes:
-            raise OptionError(
-                f"Its hidden states can come to {nbytes:,} bytes, and all requests together may have "
-                f"{self._captured_bytes:,}; ask for fewer layers, positions, tokens or answers."
-            )
-        return rows
-
-    def _check_tokens(self, request: GenerationRequest) -> None:
-        prompt, answer, most = len(request.prompt_ids), request.max_tokens, self.max_sequence
-        if most is not None and prompt + answer > most:
-            raise OptionError(
-                f"The prompt has {prompt} tokens and the answer may have {answer}, together {prompt + answer}; this "
-                f"model takes {most}."
-            )
-        size = self._forward.vocabulary
-        strange = next((token for token in request.prompt_ids if not 0 <= token < size), None)
-        if strange is not None:  # on a GPU, an index that is out of bounds ends the process
-            raise OptionError(f"Token {strange} is not in the model's vocabulary, which goes from 0 to {size - 1}.")
-        if request.stop and self.tokenizer is None:
-            raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
-
-    def _sources(self, wanted: StatesWanted) -> list[StateSource]:
-        """Return the sources that a request asks for, each once; raise if there is none for a name."""
-        found: dict[StateSource, None] = {}
-        for layer in dict.fromkeys(wanted.layers):
-            named = [StateSource(name, wanted.of) for name, _ in select(self.model, layer)]
-            known = [source for source in named if source in self._shapes]  # a glob over everything has containers too
-            if not known:
-                there = [source.module for source in self._shapes if source.of == wanted.of and source.module]
-                raise OptionError(
-                    f"{layer!r} has no {wanted.of} with a row for each token in a forward of this model; nearest that "
-                    f"has: {', '.join(map(repr, nearest_names(layer, there)))}."
-                )
-            found |= dict.fromkeys(known)
-        return list(found)
-
-    def _most_bytes(self, request: GenerationRequest, sources: Sequence[StateSource]) -> int:
-        """Return the bytes that the states of a request can come to; raise for positions that are never run."""
-        assert request.states is not None
-        prompt = len(request.prompt_ids)
-        end = prompt + max(request.max_tokens, 1) - 1  # the last token of an answer is run by no forward
-        request.states.check(prompt, end - 1)
-        count = len(request.states.places(0, end, prompt))
-        return sum(count * self._shapes[source].nbytes for source in sources)
-
-    def _accept(self, rows: Sequence[RequestRow]) -> None:
+    def _accept(self, ticket: Ticket) -> None:
+        """Queue all rows of a ticket, or none; raise if they would be more than the engine may hold."""
         with self._changed:
             self._check_runs()
-            ids = [row.request.id for row in rows]
-            for place, id in enumerate(ids):
-                other = self._known.get(id)
-                if id in ids[:place] or (other is not None and other.finished is None):
-                    raise OptionError(f"A request {id!r} is waiting or running already; give each an id of its own.")
-            if len(self._waiting) + len(rows) > self._max_waiting:
-                self._refused += len(rows)
-                raise EngineBusy(
-                    f"{len(self._waiting)} requests are waiting, and {self._max_waiting} may; try again later."
+            self._tickets = [each for each in self._tickets if each.is_open]
+            in_use = {row.request.id for each in self._tickets for row in each.rows if row.finished is None}
+            for row in ticket.rows:
+                if row.request.id in in_use:
+                    raise OptionError(
+                        f"A request {row.request.id!r} is waiting or running already; give each an id of its own."
+                    )
+                in_use.add(row.request.id)
+            if ticket.nbytes > self._captured_bytes:
+                raise OptionError(
+                    f"Its hidden states can come to {ticket.nbytes:,} bytes, and all requests together may have "
+                    f"{self._captured_bytes:,}; ask for fewer layers, positions, tokens or answers."
                 )
-            self._known.update(zip(ids, rows, strict=True))
-            self._waiting.extend(rows)
-            self._accepted += len(rows)
+            if len(self._waiting) + len(ticket.rows) > self._max_waiting:
+                self._refuse(ticket, f"{len(self._waiting)} requests are waiting, and {self._max_waiting} may")
+            if ticket.nbytes > self._captured_bytes - self._reserved():
+                self._refuse(ticket, "The hidden states of other requests leave no room for these")
+            self._tickets.append(ticket)
+            self._waiting.extend(ticket.rows)
+            self._accepted += len(ticket.rows)
             self._changed.notify_all()
+
+    def _refuse(self, ticket: Ticket, why: str) -> NoReturn:
+        self._refused += len(ticket.rows)
+        raise EngineBusy(f"{why}; try again later.")
+
+    def _reserved(self) -> int:
+        """Return the bytes of hidden states that are set aside."""
+        return sum(ticket.nbytes for ticket in self._tickets if ticket.is_open)
 
     def _check_runs(self) -> None:
         if self._thread is None or self._is_closing:
@@ -325,40 +265,28 @@ class Engine:
             thread.join(patience_s)
         self.hooks.wait_until_closed(patience_s)
 
-    def _close_at_exit(self) -> None:
-        """Close before the interpreter ends: a thread inside torch would crash the process."""
-        self._close(0.0, _EXIT_S)
-
     def counts(self) -> dict[str, float]:
         """Return figures for a metrics page: sums since the start, and what waits and runs now."""
-        forward = self._forward
+        with self._changed:
+            reserved = self._reserved()
         return {
-            **{f"requests_{reason}": self._loop.ended[reason] for reason in ("stop", "length", "cancelled", "error")},
+            **self._loop.counts,
             "requests_accepted": self._accepted,
             "requests_refused": self._refused,
             "requests_waiting": len(self._waiting),
             "requests_running": len(self._loop.rows),
-            "prompt_tokens": forward.counts["prefill_tokens"],
-            "answer_tokens": self._loop.answered,
-            "prefill_forwards": forward.counts["prefill_forwards"],
-            "decode_forwards": forward.counts["decode_forwards"],
-            "forward_seconds": forward.seconds,
             "captured_bytes": self._session.states.gathered,
-            "captured_bytes_reserved": self._reserved(),
+            "captured_bytes_reserved": reserved,
             "captured_bytes_limit": self._captured_bytes,
             "hooks": len(self.hooks.list()),
         }
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- on the engine's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._run_once():
-                pass
+            while self._has_work():
+                self._run_once()
         except BaseException as error:
             self.has_failed = True
             logger.exception("The engine has failed, and serves no more")
@@ -366,98 +294,59 @@ class Engine:
         finally:
             self._finish()
 
-    def _run_once(self) -> bool:
-        """Run one turn; return False if it was the last."""
-        with self._changed:
-            while not self._has_work():
-                self._changed.wait(min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX))
-            acts = list(self._acts)
-            self._acts.clear()
-        for act, future in acts:
-            _do(act, future)
-        self._leave()
-        if self._is_closing and time.monotonic() >= self._deadline:
-            self._abandon(None)
-        self._enter()
-        if self._loop.rows:
-            self._loop.run_round()
-        self._forget()
-        return bool(self._loop.rows or self._waiting or self._acts or not self._is_closing)
-
     def _has_work(self) -> bool:
-        """Return whether there is something to do now; requests that wait for room alone are no work."""
-        if self._acts or self._loop.rows or self._fitting() or any(row.cancelled for row in self._waiting):
-            return True
-        return self._is_closing and (not self._waiting or time.monotonic() >= self._deadline)
+        """Wait for something to do; return False once the engine is closing and all is done."""
+        with self._changed:
+            while True:
+                if self._acts or self._waiting or self._loop.rows:
+                    return True
+                if self._is_closing:
+                    return False
+                self._changed.wait()
 
-    def _fitting(self) -> list[RequestRow]:
-        """Return the waiting requests that can be taken in now."""
-        return self._loop.select_fitting(list(self._waiting), self._captured_bytes - self._reserved())
-
-    def _reserved(self) -> int:
-        """Return the bytes of hidden states that are set aside."""
-        return sum(ticket.nbytes for ticket in tuple(self._holding) if ticket.needs_room)
-
-    def _leave(self) -> None:
-        """End cancelled requests, those that still wait too."""
+    def _run_once(self) -> None:
+        """Do what has to be done between two forwards, then run one: over new prompts, and over all that runs."""
+        self._do_acts()
+        if time.monotonic() >= self._deadline:
+            for ticket in self._tickets:
+                ticket.cancel()
         self._loop.leave_cancelled()
         with self._changed:
             gone = [row for row in self._waiting if row.cancelled]
-            for row in gone:
-                self._waiting.remove(row)
+            self._waiting = [row for row in self._waiting if row not in gone]
+            entering = self._loop.fitting(self._waiting)
+            self._waiting = self._waiting[len(entering) :]
         for row in gone:
-            self._loop.end(row, entered=False)
+            self._loop.end(row)
+        self._loop.enter(entering)
+        if self._loop.rows:
+            self._loop.run_round()
 
-    def _enter(self) -> None:
+    def _do_acts(self) -> None:
         with self._changed:
-            rows = self._fitting()
-            for row in rows:
-                self._waiting.remove(row)
-                if row.ticket.nbytes and not row.ticket.has_room:
-                    row.ticket.has_room = True
-                    self._holding.append(row.ticket)
-        if rows:
-            self._loop.enter(rows)
+            acts, self._acts = self._acts, deque()
+        for act, future in acts:
+            _do(act, future)
 
-    def _forget(self) -> None:
-        """Drop requests that have ended, and the room of states that nobody keeps."""
-        running = self._loop.rows
-        with self._changed:
-            self._known = {row.request.id: row for row in (*running, *self._waiting)}
-            self._holding = [ticket for ticket in self._holding if ticket.needs_room]
-
-    def _abandon(self, error: str | None) -> None:
+    def _abandon(self, error: str) -> None:
         """End all requests that are left."""
         with self._changed:
             self._is_closing = True
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for row in waiting:
-            self._loop.end(row, error, entered=False)
-        self._loop.abandon(error)
+            self._waiting = []
+        self._loop.abandon([row for ticket in self._tickets for row in ticket.rows], error)
 
     def _finish(self) -> None:
         with self._changed:
             self._is_over = True
-            acts = list(self._acts)
-            self._acts.clear()
-        for act, future in acts:
-            _do(act, future)
+        self._do_acts()
         self._session.close()
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._close)
 
 
-def _check_settings(model: nn.Module, on_error: str, **limits: int) -> None:
-    """Raise for a model that cannot be served as it is, and for settings of an engine that mean nothing."""
-    check_model(model)
-    if model.training:
-        raise OptionError("The model is in training mode, where dropout changes its answers; call model.eval().")
-    if any(_torch.is_compiled(each) or _torch.is_compiled_function(each.forward) for each in model.modules()):
-        raise OptionError("The model is compiled, and hooks come and go while it is served; give the model itself.")
-    if on_error not in ("disable", "warn", "raise"):
-        raise OptionError(f"on_error is 'disable', 'warn' or 'raise', got {on_error!r}.")
+def _check_limits(**limits: int) -> None:
+    """Raise for a limit that means nothing."""
     for name, value in limits.items():
-        least = 1 if name == "max_batch" else 0
+        least = 1 if name in ("max_batch", "max_sequence") else 0
         if type(value) is not int or value < least:
             raise OptionError(f"{name} is a whole number from {least} on, got {value!r}.")
 

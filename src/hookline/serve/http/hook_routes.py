@@ -1,7 +1,8 @@
-"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread. List modules.
+"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread.
 
-The app calls `HookRoutes`, which asks the engine's `LiveHooks`. A spec that comes over HTTP is not
-trusted: its factory has to be on the allow-list, its paths in the export folder.
+`HookPaths` has the routes; `LiveHookPaths` asks the `LiveHooks` of our engine, and the endpoints of another engine its
+workers. A spec that comes over HTTP is not trusted: its factory has to be on the allow-list, its paths in the export
+folder.
 """
 
 from __future__ import annotations
@@ -14,19 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hookline import factories
-from hookline.engines.live_hooks import LiveHook
 from hookline.engines.request_options import ClientHook
-from hookline.errors import HooklineError, HookNameError, NotAllowedError, OptionError
+from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.engine_state import PATIENCE_S, Serving
+from hookline.serve.http.error_answers import ERRORS, Refused, json_response
 from hookline.serve.http.metrics_page import HookFigures
-from hookline.serve.serving_engine import Engine
-from hookline.sites.find import find
+from hookline.serve.http.request_gate import Settings
 
-__all__ = ["HookRoutes", "confined_hook", "shown_hook"]
+__all__ = ["HookPaths", "LiveHookPaths"]
 
 logger = logging.getLogger("hookline.serve")
 
@@ -34,18 +31,6 @@ _READY: Final = "hookline.factories"
 _DEPTH: Final = 32
 """How deep lists and objects of a configuration may lie in each other: what goes in has to come out of ``GET /hooks``,
 and Python's own limit lies near 300 there."""
-
-
-def confined_hook(given: ClientHook, settings: Settings) -> ClientHook:
-    """Return the hook to attach, with its paths inside the export folder.
-
-    Raises:
-        NotAllowedError: It names a factory or a path that HTTP clients may not use.
-        OptionError: There is no such factory, or its configuration is too deep.
-    """
-    _check_plain([given.name, given.config])
-    name = _ready_name(given.hook_factory)
-    return given if name is None else replace(given, config=_confined(name, given.config, settings.export_dir))
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:
@@ -59,18 +44,6 @@ def _check_plain(value: Any, depth: int = 0) -> None:
             _check_plain(each, depth + 1)
 
 
-def shown_hook(hook: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return a hook as clients see it: paths in the export folder are relative to it, as they were sent."""
-    if folder is None:
-        return dict(hook)
-    config, root = dict(hook["config"]), folder.resolve()
-    for option in FILE_OPTIONS.get(hook["hook_factory"].replace(":", ".").removeprefix(f"{_READY}."), ()):
-        given = config.get(option)
-        if isinstance(given, str) and Path(given).is_relative_to(root):
-            config[option] = str(Path(given).relative_to(root))
-    return {**hook, "config": config}
-
-
 def _ready_name(path: str) -> str | None:
     """Return the name of the ready-made factory that `path` means; None for any other path.
 
@@ -82,26 +55,31 @@ def _ready_name(path: str) -> str | None:
     name = dotted.removeprefix(_READY).removeprefix(".")
     if name in FILE_OPTIONS:
         return name
-    known = f"there are {', '.join(f'{_READY}:{each}' for each in FILE_OPTIONS)}."
-    if "." in name or name in factories.__all__:
-        raise NotAllowedError(f"{path!r} is no factory that may be named over HTTP; {known}")
-    raise OptionError(f"There is no factory {path!r}; {known}")
+    known = ", ".join(f"{_READY}:{each}" for each in FILE_OPTIONS)
+    raise NotAllowedError(f"{path!r} is no factory that may be named over HTTP; there are {known}.")
 
 
-def _confined(name: str, config: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return the configuration with its paths inside `folder`, which is also the default folder to write to."""
-    found = dict(config)
-    for option in FILE_OPTIONS[name]:
-        given = found.get(option)
-        if given is None and option != "folder":
+def _confined(given: ClientHook, folder: Path | None) -> ClientHook:
+    """Return the hook to attach, with its paths inside `folder`, which is also the default folder to write to.
+
+    Raises:
+        NotAllowedError: It names a factory or a path that HTTP clients may not use.
+        OptionError: Its configuration is too deep.
+    """
+    _check_plain([given.name, given.config])
+    name = _ready_name(given.hook_factory)
+    config = dict(given.config)
+    for option in FILE_OPTIONS[name] if name is not None else ():
+        path = config.get(option)
+        if path is None and option != "folder":
             continue
         if folder is None:
             raise NotAllowedError(
                 f"{name} has a {option}, and the server was started without an export folder (--export-dir; on vLLM, "
                 "export_dir in --additional-config), so that hooks which come over HTTP have no files."
             )
-        found[option] = str(_inside(folder, "." if given is None else given, option))
-    return found
+        config[option] = str(_inside(folder, "." if path is None else path, option))
+    return replace(given, config=config)
 
 
 def _inside(folder: Path, given: Any, option: str) -> Path:
@@ -114,70 +92,101 @@ def _inside(folder: Path, given: Any, option: str) -> Path:
     return path
 
 
-class HookRoutes:
-    """Attach, list and remove live hooks for the routes.
+class HookPaths:
+    """Attach, list and remove hooks over HTTP, the same for every engine.
 
-    Recipe: ``await HookRoutes(serving, settings).list()``.
+    The docstring of a route is its description in ``/openapi.json``.
     """
 
-    def __init__(self, serving: Serving, settings: Settings) -> None:
-        self._serving = serving
-        self._settings = settings
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
 
-    async def list(self) -> list[dict[str, Any]]:
+    # -- of one engine: hooks are dictionaries as ``LiveHook.to_plain`` makes them -----------------------------
+
+    async def all(self) -> list[dict[str, Any]]:
         """Return the attached hooks."""
-        return [self._shown(each) for each in self._serving.ready().hooks.list()]
+        raise NotImplementedError
 
-    async def add(self, given: ClientHook) -> dict[str, Any]:
+    async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook, wholly or not at all."""
-        spec = confined_hook(given, self._settings)
-        hooks = self._serving.ready().hooks
-        try:
-            live = await self._serving.change_hooks(partial(hooks.add, spec, allow=self._settings.allow))
-        except (Refused, HooklineError):
-            raise
-        except Exception as error:  # the factory's own, or that of importing it
-            logger.info("hook %r was not attached", spec.name, exc_info=error)
-            said = f"{type(error).__name__}: {error}".rstrip(".: ")
-            raise Refused(400, f"{spec.hook_factory!r} made no hook: {said}.", param="$.hook_factory") from error
-        logger.info("hook %s (%s) is attached: %s", live.id, spec.hook_factory, ", ".join(live.matched))
-        return self._shown(live)
+        raise NotImplementedError
 
-    async def remove(self, id: str) -> dict[str, Any]:
-        """Remove one hook."""
-        hooks = self._serving.ready().hooks
-        try:
-            live = await self._serving.change_hooks(partial(hooks.remove, id))
-        except HookNameError as error:
-            raise Refused(404, str(error)) from None
+    async def detach(self, id: str) -> dict[str, Any]:
+        """Remove one hook; raise `HookNameError` for an id that there is not."""
+        raise NotImplementedError
+
+    async def metrics(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what each hook itself measures, by its id."""
+        raise NotImplementedError
+
+    # -- routes ------------------------------------------------------------------------------------------------
+
+    def add_to(self, app: Any) -> None:
+        """Add the paths to `app`."""
+        app.add_api_route("/hooks", self.list_hooks, methods=["GET"], responses=ERRORS)
+        app.add_api_route("/hooks", self.add_hook, methods=["POST"], responses=ERRORS, status_code=201)
+        app.add_api_route("/hooks/{id}", self.remove_hook, methods=["DELETE"], responses=ERRORS)
+
+    async def list_hooks(self) -> Any:
+        """List the attached hooks: on which modules, how often each fired, and what it costs."""
+        return json_response({"hooks": [self._shown(each) for each in await self.all()]})
+
+    async def add_hook(self, body: ClientHook) -> Any:
+        """Attach a hook to the running model, between two forwards; wholly, or not at all."""
+        hook = await self.attach(_confined(body, self.settings.export_dir))
+        logger.info("hook %s (%s) is attached: %s", hook["id"], hook["hook_factory"], ", ".join(hook["matched"]))
+        return json_response(self._shown(hook), 201)
+
+    async def remove_hook(self, id: str) -> Any:
+        """Remove a hook, also one of the server's start; return what it has done until now."""
+        hook = await self.detach(id)
         logger.info("hook %s is taken off", id)
-        return self._shown(live)
-
-    def _shown(self, live: LiveHook) -> dict[str, Any]:
-        return shown_hook(live.to_plain(), self._settings.export_dir)
-
-    async def modules(self, pattern: str) -> Sequence[dict[str, Any]]:
-        """Return the modules that `pattern` matches, as ``GET /modules`` shows them."""
-        engine = self._serving.ready()
-        # In a thread: of a thousand modules it takes milliseconds, for which no other client should wait.
-        return await asyncio.to_thread(_modules, engine, pattern)
+        return json_response(self._shown(hook))
 
     async def figures(self) -> Sequence[HookFigures]:
-        """Return what ``/metrics`` shows of hooks; nothing while there is no engine."""
-        if self._serving.status != "ready":
-            return []
-        hooks = self._serving.ready().hooks
-        metrics = await self._serving.on_engine(hooks.metrics)  # clients may ask as often as they like
-        return [(self._shown(each), metrics.get(each.id, {})) for each in hooks.list()]
+        """Return each hook with its metrics."""
+        metrics = await self.metrics()
+        return [(each, metrics.get(each["id"], {})) for each in await self.all()]
+
+    def _shown(self, hook: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a hook as clients see it: paths in the export folder are relative to it, as they were sent."""
+        config = dict(hook["config"])
+        root = None if self.settings.export_dir is None else self.settings.export_dir.resolve()
+        for option in FILE_OPTIONS.get(hook["hook_factory"].replace(":", ".").removeprefix(f"{_READY}."), ()):
+            given = config.get(option)
+            if root is not None and isinstance(given, str) and Path(given).is_relative_to(root):
+                config[option] = str(Path(given).relative_to(root))
+        return {**hook, "config": config}
 
 
-def _modules(engine: Engine, pattern: str) -> Sequence[dict[str, Any]]:
-    return [
-        {
-            "name": site.name,
-            "type": site.type,
-            "parameters": site.num_parameters,
-            "width": engine.widths.get(site.name),
-        }
-        for site in find(engine.model, pattern)
-    ]
+class LiveHookPaths(HookPaths):
+    """The hook paths of our own engine."""
+
+    def __init__(self, serving: Serving, settings: Settings) -> None:
+        super().__init__(settings)
+        self._serving = serving
+
+    async def all(self) -> list[dict[str, Any]]:
+        """Return the attached hooks."""
+        return [live.to_plain() for live in self._serving.ready().hooks.list()]
+
+    async def attach(self, given: ClientHook) -> dict[str, Any]:
+        """Attach one hook between two forwards; in a thread, which waits for the running one."""
+        add = partial(self._serving.ready().hooks.add, given, allow=self.settings.allow, patience_s=PATIENCE_S)
+        try:
+            return (await asyncio.to_thread(add)).to_plain()
+        except HooklineError:
+            raise
+        except Exception as error:  # the factory's own, or that of importing it
+            logger.info("hook %r was not attached", given.name, exc_info=error)
+            said = f"{type(error).__name__}: {error}".rstrip(".: ")
+            raise Refused(400, f"{given.hook_factory!r} made no hook: {said}.", param="$.hook_factory") from error
+
+    async def detach(self, id: str) -> dict[str, Any]:
+        """Remove one hook between two forwards."""
+        remove = partial(self._serving.ready().hooks.remove, id, patience_s=PATIENCE_S)
+        return (await asyncio.to_thread(remove)).to_plain()
+
+    async def metrics(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what the hooks measure; clients may ask as often as they like."""
+        return await self._serving.on_engine(self._serving.ready().hooks.metrics)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from hookline.errors import MissingPackageError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 __all__ = ["HookFigures", "Metrics"]
 
@@ -55,26 +56,19 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        try:
-            import prometheus_client as client
-        except ImportError as error:
-            raise MissingPackageError(
-                "hookline serve needs prometheus_client, which is not installed: pip install 'hookline[serve]'."
-            ) from error
-        self._client = client
-        self._registry = client.CollectorRegistry(auto_describe=False)
-        self._seconds = client.Histogram(
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._seconds = Histogram(
             "hookline_http_request_duration_seconds",
             "From the first byte of a request to the last of its answer",
             ["method", "route", "status"],
             registry=self._registry,
             buckets=_BUCKETS,
         )
-
-    @property
-    def content_type(self) -> str:
-        """Return the media type of the page."""
-        return str(self._client.CONTENT_TYPE_LATEST)
+        self._now: list[Any] = []
+        """The families of the moment."""
+        self._registry.register(self)
+        self.content_type = str(CONTENT_TYPE_LATEST)
+        """The media type of the page."""
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request that was answered."""
@@ -83,28 +77,21 @@ class Metrics:
 
     def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
         """Return the text."""
-        now = self._client.CollectorRegistry(auto_describe=False)
-        now.register(_Now([*_engine_families(counts), *_hook_families(hooks)]))
-        return bytes(self._client.generate_latest(self._registry) + self._client.generate_latest(now))
-
-
-class _Now:
-    """A collector of families that are complete."""
-
-    def __init__(self, families: Sequence[Any]) -> None:
-        self._families = families
+        self._now = [*_engine_families(counts), *_hook_families(hooks)]
+        return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Any]:
-        """Return the families."""
-        return iter(self._families)
+        """Yield what the registry asks for beside its histogram."""
+        yield from self._now
+
+
+def _family(name: str, words: str, *, grows: bool, **options: Any) -> Any:
+    return (CounterMetricFamily if grows else GaugeMetricFamily)(f"hookline_{name}", words, **options)
 
 
 def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     for name, value in sorted(counts.items()):
-        kind = CounterMetricFamily if name in _GROWING else GaugeMetricFamily
-        yield kind(f"hookline_engine_{name}", (_GROWING | _NOW)[name], value=float(value))
+        yield _family(f"engine_{name}", (_GROWING | _NOW)[name], grows=name in _GROWING, value=float(value))
 
 
 _OF_HOOKS: Final = (
@@ -116,28 +103,18 @@ _OF_HOOKS: Final = (
 
 
 def _hook_families(hooks: Sequence[HookFigures]) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     labels = ("hook", "name", "factory")
     named = [((hook["id"], hook["name"], hook["hook_factory"]), hook, metrics) for hook, metrics in hooks]
     for field, words, grows in _OF_HOOKS:
-        family = (CounterMetricFamily if grows else GaugeMetricFamily)(f"hookline_hook_{field}", words, labels=labels)
+        family = _family(f"hook_{field}", words, grows=grows, labels=labels)
         for values, hook, _ in named:
             if hook[field] is not None:
                 family.add_metric(values, float(hook[field]))
         yield family
-    found = GaugeMetricFamily(
-        "hookline_hook_metric",
-        "What the hook itself measures since it was attached: a stat of a module, or of all if module is empty",
-        labels=(*labels, "module", "stat"),
-    )
+    words = "What the hook itself measures since it was attached: a stat of a module, or of all if module is empty"
+    found = _family("hook_metric", words, grows=False, labels=(*labels, "module", "stat"))
     for values, _, metrics in named:
         for metric, value in metrics.items():
-            found.add_metric((*values, *_module_and_stat(metric)), float(value))
+            module, slash, stat = metric.partition("/")  # a metric of the hook as a whole has no module
+            found.add_metric((*values, *((module, stat) if slash else ("", metric))), float(value))
     yield found
-
-
-def _module_and_stat(metric: str) -> tuple[str, str]:
-    """Return the two parts of ``"module/stat"``; a metric of the hook as a whole has no module."""
-    module, slash, stat = metric.partition("/")
-    return (module, stat) if slash else ("", metric)

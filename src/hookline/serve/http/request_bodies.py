@@ -1,17 +1,14 @@
 """Check the bodies of requests, and make requests to the engine of those that generate.
 
-FastAPI reads JSON into these classes; the app calls `CompletionBody.parse` and `ChatBody.parse` and answers the
-`ParsedRequest`. Strict on purpose: the text ``"5"`` is no number and an unknown key is an error, because a mistyped
-option that is passed over is found late.
+FastAPI reads JSON into these classes; the app calls their ``requests`` and hands those to the engine. Strict on
+purpose: the text ``"5"`` is no number and an unknown key is an error, because a mistyped option that is passed over is
+found late.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -24,16 +21,14 @@ from hookline.serve.http.error_answers import Refused
 
 if TYPE_CHECKING:
     from hookline.serve.http.engine_state import Serving
-    from hookline.serve.http.http_settings import Settings
+    from hookline.serve.http.request_gate import Settings
 
-__all__ = ["ChatBody", "CompletionBody", "ParsedRequest"]
+__all__ = ["ChatBody", "CompletionBody", "GenerationBody"]
 
 _LIMIT: Final = 1 << 31
 _MOST_KEYS: Final = 64
 """Of one object; the largest body that there is has half as many. Without a bound, 300 000 unknown keys of a body
 of 4 MB blocked all clients for 6 s. For the same reason lists end at their first mistake: 20 s and 2 GB without."""
-_REQUEST_NAME: Final = re.compile("[A-Za-z0-9._:-]{1,128}")
-"""What a client may call its request: nothing that a pattern of names, or a line of a log, could be confused by."""
 _COMPLETION_LENGTH: Final = 16
 """OpenAI's."""
 _CHAT_LENGTH: Final = 1024
@@ -41,48 +36,20 @@ _CHAT_LENGTH: Final = 1024
 
 _Text = Annotated[StrictStr, Field(min_length=1)]
 _Texts = Annotated[list[_Text], Field(min_length=1, max_length=1024, fail_fast=True)]
-_Name = Annotated[StrictStr, Field(max_length=1000)]
 _Tokens = Annotated[
     list[Annotated[StrictInt, Field(ge=0, lt=_LIMIT)]], Field(min_length=1, fail_fast=True, title="token ids")
 ]
 _ManyTokens = Annotated[list[_Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
 _Count = Annotated[StrictInt, Field(ge=0, le=20)]
-_Variables = Annotated[dict[_Name, StrictStr | int | float | bool | None], Field(max_length=16)]
-_Labels = Annotated[dict[StrictStr, StrictStr], Field(max_length=16)]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParsedRequest:
-    """One HTTP request that generates, as the engine takes it."""
-
-    id: str
-    requests: list[GenerationRequest]
-    """One for each answer: of the first prompt ``n``, then of the second, …"""
-    echoes: list[str]
-    """What goes before each answer."""
-    prompt_tokens: int
-    """Of all prompts; each counts once, however many answers it gets."""
-    include_usage: bool = False
-    """Whether a stream ends with the usage."""
-    with_ids: bool = False
-    """Whether choices have the ids of their tokens."""
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether hidden states are to be sent."""
-        return self.requests[0].states is not None
-
-    @property
-    def has_hooks(self) -> bool:
-        """Return whether it brings hooks of its own."""
-        return bool(self.requests[0].hooks)
 
 
 class _Body:
     """Read an object of a client, in which null is the same as nothing."""
 
     not_done: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """What OpenAI's clients may send that means nothing here: keys, each with the values that ask for nothing."""
+    """What OpenAI's clients may send that is not done here: keys, each with the values that ask for nothing."""
+    passed_over: ClassVar[Collection[str]] = ()
+    """What they may send that asks for nothing, whatever it is."""
 
     @model_validator(mode="before")
     @classmethod
@@ -94,7 +61,8 @@ class _Body:
         for key, nothing in cls.not_done.items():
             if given.get(key) not in (None, *nothing):
                 raise OptionError(f"{key} is not done here; leave it out.")
-        return without_nulls({key: value for key, value in given.items() if key not in cls.not_done})
+        left_out = {*cls.not_done, *cls.passed_over}
+        return without_nulls({key: value for key, value in given.items() if key not in left_out})
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -106,10 +74,11 @@ class StreamOptions(_Body):
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class _GenerationBody(Sampling, _Body):
+class GenerationBody(Sampling, _Body):
     """What completions and chat completions share of OpenAI's bodies, and ``hooks``."""
 
     not_done: ClassVar = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+    passed_over: ClassVar = ("user", "metadata")
 
     model: StrictStr | None = None
     """The served model's name, or nothing."""
@@ -121,10 +90,14 @@ class _GenerationBody(Sampling, _Body):
     """Server-sent events, one for each piece of text, then ``data: [DONE]``."""
     stream_options: StreamOptions | None = None
     """How to stream."""
-    user: StrictStr | None = None
-    """Taken and not used."""
+    return_token_ids: StrictBool = False
+    """Add the token ids of each answer, as ``token_ids``. (Not of OpenAI; vLLM has it.)"""
     hooks: RequestOptions = RequestOptions()
     """Hidden states and hooks of this request. (Not of OpenAI.)"""
+
+    async def requests(self, serving: Serving, settings: Settings, id: str) -> list[GenerationRequest]:
+        """Return the requests to the engine, one for each answer: of the first prompt ``n``, then of the second, …"""
+        raise NotImplementedError
 
     def _check(self, settings: Settings, prompts: int = 1) -> None:
         """Raise for another model and for too many answers, before work goes into the prompts."""
@@ -135,66 +108,43 @@ class _GenerationBody(Sampling, _Body):
         if count > settings.max_sequences:
             raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
 
-    def _parsed(
-        self, id: str, prompts: Sequence[tuple[int, ...]], *, is_named: bool, max_tokens: int, logprobs: int | None
-    ) -> ParsedRequest:
-        """Return the requests to the engine: ``n`` for each prompt."""
-        sampling = {each.name: getattr(self, each.name) for each in fields(Sampling)}
-        is_exact = is_named and len(prompts) * self.n == 1  # hooks then know it by just the name that was given
-        requests = [
+    def _requests(
+        self, id: str, prompts: Sequence[tuple[int, ...]], *, max_tokens: int, logprobs: int | None
+    ) -> list[GenerationRequest]:
+        options = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        options |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        options |= {"states": self.hooks.hidden_states, "hooks": self.hooks.hooks}
+        copies = [(prompt, copy) for prompt in prompts for copy in range(self.n)]
+        return [
             GenerationRequest(
-                id if is_exact else f"{id}-{place * self.n + copy}",
+                id if len(copies) == 1 else f"{id}-{place}",  # hooks know a single one by just the name that was given
                 prompt,
-                max_tokens=max_tokens,
-                logprobs=logprobs,
-                states=self.hooks.hidden_states,
-                hooks=self.hooks.hooks,
-                **{**sampling, "seed": None if self.seed is None else self.seed + copy},
+                **{**options, "seed": None if self.seed is None else self.seed + copy},
             )
-            for place, prompt in enumerate(prompts)
-            for copy in range(self.n)
+            for place, (prompt, copy) in enumerate(copies)
         ]
-        has_usage = self.stream_options is not None and self.stream_options.include_usage
-        return ParsedRequest(id, requests, [""] * len(requests), sum(map(len, prompts)), has_usage)
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class CompletionBody(_GenerationBody):
+class CompletionBody(GenerationBody):
     """``POST /v1/completions``: the body of OpenAI's completions, and ``hooks``."""
 
-    not_done: ClassVar = {**_GenerationBody.not_done, "best_of": (1,), "suffix": ("",)}
+    not_done: ClassVar = {**GenerationBody.not_done, "best_of": (1,), "suffix": ("",), "echo": (False,)}
 
     prompt: _Text | _Texts | _Tokens | _ManyTokens
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     max_tokens: Length = _COMPLETION_LENGTH
     """The longest answer, in tokens. 0 runs the prompt alone, for its hidden states."""
-    echo: StrictBool = False
-    """Put the prompt before the answer."""
     logprobs: _Count | None = None
     """Log-probabilities of the chosen tokens, and of so many of the likeliest."""
-    return_token_ids: StrictBool = False
-    """Add the token ids of the answer, as ``token_ids``. (Not of OpenAI; vLLM has it.)"""
 
-    async def parse(self, serving: Serving, settings: Settings, name: str | None) -> ParsedRequest:
-        """Return the requests to the engine; `name` is what the client calls this one."""
+    async def requests(self, serving: Serving, settings: Settings, id: str) -> list[GenerationRequest]:
+        """Return ``n`` requests for each prompt."""
         given: Any = self.prompt
         given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         self._check(settings, len(given))
-        if self.echo and self.logprobs is not None:
-            said = "echo with logprobs would need those of the prompt, which are not computed."
-            raise Refused(400, said, param="$.echo")
         prompts = [await serving.tokens_of(each) if isinstance(each, str) else tuple(each) for each in given]
-        made = self._parsed(
-            _id("cmpl", name),
-            prompts,
-            is_named=name is not None,
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-        )
-        if self.echo:
-            texts = [each if isinstance(each, str) else serving.text_of(tuple(each)) for each in given]
-            made = replace(made, echoes=[text for text in texts for _ in range(self.n)])
-        return replace(made, with_ids=self.return_token_ids)
+        return self._requests(id, prompts, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -215,27 +165,25 @@ class ChatMessage(_Body):
     """One message of a conversation; an answer of this server can be sent back as it came."""
 
     not_done: ClassVar = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],), "tool_calls": ([],)}
+    passed_over: ClassVar = ("name",)
 
     role: Literal["system", "developer", "user", "assistant"]
     """Who says it. ``developer`` becomes ``system`` where the model's template does not know it."""
     content: StrictStr | _Parts
     """A text, or a list of pieces of text, which are joined by line breaks."""
-    name: _Name | None = None
-    """Given to the template, most of which pass over it."""
 
     def to_template(self) -> dict[str, str]:
         """Return the message as chat templates take it; one of text parts becomes one text, as vLLM makes it."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        made: dict[str, str] = {"role": self.role, "content": content}
-        return made if self.name is None else {**made, "name": self.name}
+        return {"role": self.role, "content": content}
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
-class ChatBody(_GenerationBody):
+class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``: the body of OpenAI's chat completions, and ``hooks``."""
 
     not_done: ClassVar = {
-        **_GenerationBody.not_done,
+        **GenerationBody.not_done,
         "response_format": ({"type": "text"},),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -254,13 +202,9 @@ class ChatBody(_GenerationBody):
     """Add the log-probabilities of the chosen tokens."""
     top_logprobs: _Count | None = None
     """And of so many of the likeliest; needs ``logprobs``."""
-    chat_template_kwargs: _Variables = Field(default_factory=dict)
-    """More variables for the chat template, such as ``enable_thinking``. (Not of OpenAI.)"""
-    metadata: _Labels | None = None
-    """Taken and not used."""
 
-    async def parse(self, serving: Serving, settings: Settings, name: str | None) -> ParsedRequest:
-        """Return the requests to the engine; the model's chat template makes the prompt."""
+    async def requests(self, serving: Serving, settings: Settings, id: str) -> list[GenerationRequest]:
+        """Return ``n`` requests for the prompt that the model's chat template makes."""
         self._check(settings)
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs comes with logprobs; set logprobs to true.", param="$.top_logprobs")
@@ -268,28 +212,9 @@ class ChatBody(_GenerationBody):
         if len(lengths) > 1:
             raise Refused(400, "max_tokens and max_completion_tokens are one option; give one.", param="$.max_tokens")
         messages = [each.to_template() for each in self.messages]
-        prompt = await serving.tokens_of_chat(messages, self.chat_template_kwargs)
+        prompt = await serving.tokens_of_chat(messages)
         most = serving.ready().max_sequence
         # Where there is no room, 1, which the engine refuses with the sum.
         room = _CHAT_LENGTH if most is None else max(1, most - len(prompt))
-        return self._parsed(
-            _id("chatcmpl", name),
-            [prompt],
-            is_named=name is not None,
-            max_tokens=lengths[0] if lengths else room,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
-
-
-def _id(prefix: str, name: str | None) -> str:
-    """Return the name that the client gave, or one made up; raise for what a pattern could not be told from."""
-    if name is None:
-        return f"{prefix}-{uuid.uuid4().hex}"
-    if _REQUEST_NAME.fullmatch(name) is None:
-        raise Refused(
-            400,
-            "X-Request-Id names a request with 1 to 128 letters, digits, dots, colons, hyphens or underscores, got "
-            f"{name[:200]!r}.",
-            param="X-Request-Id",
-        )
-    return name
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._requests(id, [prompt], max_tokens=lengths[0] if lengths else room, logprobs=logprobs)

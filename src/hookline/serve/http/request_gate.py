@@ -1,7 +1,7 @@
-"""Check the token, bound the body and measure the time of each request, before FastAPI sees it.
+"""Check token and origin, bound the body and measure the time of each request, before FastAPI sees it.
 
-uvicorn calls `Gate`, which calls the app. It is outside of FastAPI because FastAPI reads the whole body first: a
-client without the token could make it read gigabytes, and would learn whether they parse.
+uvicorn calls `Gate`, which calls the app with what `Settings` lets through. It is outside of FastAPI because FastAPI
+reads the whole body first: a client without the token could make it read gigabytes, and would learn whether they parse.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
 
-from hookline.serve.http.error_answers import Refused, error_body, to_json
-from hookline.serve.http.http_settings import Settings, check_access, check_local
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["AT_THE_END", "Gate"]
+from hookline.errors import OptionError
+from hookline.local_access import bearer_token, is_local_name, is_same_token
+from hookline.serve.http.error_answers import Refused, refused_response
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+__all__ = ["AT_THE_END", "Gate", "Settings"]
+
 Observe = Callable[[str, str, int, float], None]
 """Takes method, route, status and seconds of every request."""
 
@@ -37,13 +37,61 @@ that is still sending would get a reset connection instead of the answer."""
 logger = logging.getLogger("hookline.serve")
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the server.
+
+    Recipe::
+
+        settings = hookline.serve.Settings(model_name="tiny", token="secret", protect="everything")
+        app = hookline.serve.make_app(engine, settings)
+    """
+
+    model_name: str = "model"
+    """What ``/v1/models`` calls the model; a request that names another is refused."""
+    token: str | None = None
+    """The value of ``Authorization: Bearer``; without one, hooks cannot be changed over HTTP."""
+    protect: Literal["hooks", "everything"] = "hooks"
+    """What needs the token: changing hooks, or everything but ``/health``."""
+    allow: tuple[str, ...] = ("hookline.factories",)
+    """What paths of factories that come with ``POST /hooks``, which needs the token, may begin with."""
+    allow_requests: tuple[str, ...] = ()
+    """What paths of factories of hooks of single requests may begin with, beside those of ``hookline.factories`` that
+    need no files: of whoever may generate, with any configuration."""
+    export_dir: Path | None = None
+    """Where files of hooks that come over HTTP have to lie; without it such hooks get no files."""
+    local_only: bool = True
+    """Whether a request without the token has to name this machine in its ``Host`` and ``Origin``, or any page in a
+    browser of this machine could use the server (DNS rebinding). `Server` sets it False at an address of a network."""
+    max_body: int = 4 << 20
+    """The largest body of a request in bytes: a prompt of a million tokens fits."""
+    body_s: float = 30.0
+    """How long the next piece of a body may take to come, and that of an answer to be taken."""
+    max_sequences: int = 64
+    """The most answers (prompts times ``n``) that one request may ask for."""
+    drain_s: float = 30.0
+    """How long running requests may take after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if self.token is not None and not self.token.strip():
+            raise OptionError("The token is empty. Leave it out, or give one that nobody guesses.")
+        if self.token is not None and any(each.isspace() for each in self.token):
+            raise OptionError("The token has spaces or line breaks in it, and no header can say those; take them out.")
+        if self.protect == "everything" and self.token is None:
+            raise OptionError("Everything is to be protected, and there is no token; give one with --token-file FILE.")
+        if self.max_body < 1024:
+            raise OptionError(f"max_body is at least 1024 bytes, got {self.max_body}.")
+        if not self.drain_s >= 0:
+            raise OptionError(f"drain is a number of seconds, 0 or more, got {self.drain_s}.")
+
+
 class Gate:
     """An ASGI app around another one.
 
     Recipe: ``app.add_middleware(Gate, settings=settings, observe=metrics.observe)``.
     """
 
-    def __init__(self, app: Asgi, settings: Settings, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, observe: Observe) -> None:
         self._app = app
         self._settings = settings
         self._observe = observe
@@ -56,10 +104,9 @@ class Gate:
         start = time.perf_counter()
         status, has_stalled = 500, False
 
-        async def noting(message: Message) -> None:
+        async def sending(message: Message) -> None:
             nonlocal status, has_stalled
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            status = message.get("status", status)
             for piece in _pieces(message):
                 try:
                     async with asyncio.timeout(self._settings.body_s):
@@ -69,7 +116,7 @@ class Gate:
                     raise
 
         try:
-            await self._through(scope, receive, noting)
+            await self._through(scope, receive, sending)
         except Exception:
             if not has_stalled:
                 raise
@@ -80,91 +127,97 @@ class Gate:
             self._observe(scope["method"], _route(scope), status, time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _LimitedBody(receive, self._settings)
+        app: ASGIApp = self._app
+        body: bytes | None = b""
         try:
-            method, path = scope["method"], _route_path(scope)
-            check_access(self._settings, method, path, _header(scope, b"authorization"))
-            names = {"Host": _header(scope, b"host"), "Origin": _header(scope, b"origin")}
-            check_local(self._settings, method, path, names)
-            body.check_announced(_header(scope, b"content-length"))
-        except Refused as refused:
-            await body.drop_rest()
-            await _answer(send, refused)
-            return
-
-        async def unless_refused(message: Message) -> None:
-            if body.refused is None:
-                await send(message)
-
-        try:
-            await self._app(scope, body.receive, unless_refused)
-        except Exception:
-            if body.refused is None:
+            try:
+                _check_sender(self._settings, scope)
+            except Refused:
+                with suppress(Refused):
+                    await self._read(receive, 0)
                 raise
-        if body.refused is not None:
-            await body.drop_rest()
-            await _answer(send, body.refused)
+            body = await self._read(receive, self._settings.max_body)
+        except Refused as refused:
+            app = refused_response(refused)
 
+        async def replay() -> Message:
+            nonlocal body
+            if body is None:  # what comes now is the end of the connection, whenever that is
+                return await receive()
+            message, body = {"type": "http.request", "body": body, "more_body": False}, None
+            return message
 
-class _LimitedBody:
-    """Read the body of a request, and bound its size and time."""
+        await app(scope, replay, send)
 
-    def __init__(self, receive: Receive, settings: Settings) -> None:
-        self._receive = receive
-        self._limit = settings.max_body
-        self._patience_s = settings.body_s
-        self._seen = 0
-        self._has_ended = False
-        self.refused: Refused | None = None
-        """Why it is not taken, once that is known."""
+    async def _read(self, receive: Receive, keep: int) -> bytes:
+        """Return the body of a request; raise for one that has more than `keep` bytes, or is too slow.
 
-    def check_announced(self, length: bytes | None) -> None:
-        """Raise for a body that says it is too large."""
-        if length is not None and length.isdigit() and int(length) > self._limit:
-            raise self._too_large()
-
-    async def receive(self) -> Message:
-        """Return the next piece; raise for a body that is too large or too slow.
-
-        What came of such a body may be valid JSON, and must not be done; what FastAPI answers to it is not sent.
+        The rest of one that is too large is read and dropped for a while, so that the client is there for the answer.
         """
-        if self._has_ended:  # what comes now is the end of the connection, whenever that is
-            return await self._receive()
-        try:
-            message = await self._next()
-        except TimeoutError:
-            text = f"Nothing came of the body for {self._patience_s:g} s; send it again."
-            self.refused = Refused(408, text, headers={"Connection": "close"})
-            raise self.refused from None
-        if self._seen > self._limit:
-            self.refused = self._too_large()
-            raise self.refused
-        return message
+        size, kept, is_over = 0, bytearray(), False
+        while not is_over and size <= _DROP_FACTOR * self._settings.max_body:
+            try:
+                async with asyncio.timeout(self._settings.body_s):
+                    message = await receive()
+            except TimeoutError:
+                text = f"Nothing came of the body for {self._settings.body_s:g} s; send it again."
+                raise Refused(408, text, headers={"Connection": "close"}) from None
+            if message["type"] == "http.disconnect":
+                raise Refused(400, "The connection ended before the body did.")
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size <= keep:
+                kept += piece
+            is_over = not message.get("more_body", False)
+        if size > keep:
+            raise Refused(
+                413,
+                f"The body is larger than {keep} bytes. Send less at once, or start the server with a larger "
+                "--max-body.",
+                headers={"Connection": "close"},
+            )
+        return bytes(kept)
 
-    async def drop_rest(self) -> None:
-        """Read on for a while and keep nothing, so that the client is there for the answer."""
-        with suppress(TimeoutError):
-            while not self._has_ended and self._seen <= _DROP_FACTOR * self._limit:
-                await self._next()
 
-    async def _next(self) -> Message:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                message = await self._receive()
-        except TimeoutError:
-            self._has_ended = True
-            raise
-        self._seen += len(message.get("body", b""))
-        self._has_ended = message["type"] != "http.request" or not message.get("more_body", False)
-        return message
+_OPEN: Final = "/health"
+"""What a load balancer asks, which has no token."""
 
-    def _too_large(self) -> Refused:
-        return Refused(
-            413,
-            f"The body is larger than {self._limit} bytes. Send less at once, or start the server with a larger "
-            "--max-body.",
-            headers={"Connection": "close"},
+
+def _check_sender(settings: Settings, scope: Scope) -> None:
+    """Raise for a request without the token where it needs one, and for one of another site where it needs none.
+
+    Called before the body is read.
+    """
+    path = _route_path(scope)
+    if path == _OPEN:
+        return
+    changes_hooks = f"{path}/".startswith("/hooks/") and scope["method"] not in ("GET", "HEAD", "OPTIONS")
+    if changes_hooks or settings.protect == "everything":
+        _check_token(settings.token, _header(scope, b"authorization"))
+    elif settings.local_only:
+        for name in ("Host", "Origin"):
+            value = _header(scope, name.lower().encode())
+            if value is not None and not is_local_name(value.decode("latin-1")):
+                raise Refused(
+                    403,
+                    f"The header {name} names another machine, and this server answers only its own without a token. "
+                    "Ask for localhost; behind a proxy, start it with a token and --protect everything (of an app of "
+                    "your own: Settings(local_only=False)).",
+                )
+
+
+def _check_token(token: str | None, authorization: bytes | None) -> None:
+    if token is None:
+        raise Refused(
+            403,
+            "Hooks cannot be changed over HTTP: the server was started without a token. "
+            "Start it with HOOKLINE_SERVE_TOKEN=TOKEN in its environment (or hookline serve with --token-file FILE), "
+            "and send 'Authorization: Bearer TOKEN'.",
         )
+    if authorization is None or not is_same_token(bearer_token(authorization), token):
+        wrong = "The request has no token" if authorization is None else "The token is not the server's"
+        text = f"{wrong}; send the header 'Authorization: Bearer TOKEN'."
+        raise Refused(401, text, headers={"WWW-Authenticate": "Bearer"})
 
 
 def _pieces(message: Message) -> Iterator[Message]:
@@ -175,14 +228,6 @@ def _pieces(message: Message) -> Iterator[Message]:
     for start in range(0, len(body) - _PIECE, _PIECE):
         yield {"type": message["type"], "body": body[start : start + _PIECE], "more_body": True}
     yield {**message, "body": body[(len(body) - 1) // _PIECE * _PIECE :]} if len(body) > _PIECE else message
-
-
-async def _answer(send: Send, refused: Refused) -> None:
-    content = to_json(error_body(refused))
-    headers = {"content-type": "application/json", "content-length": str(len(content)), **refused.headers}
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
-    await send({"type": "http.response.body", "body": content})
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

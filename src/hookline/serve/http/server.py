@@ -8,46 +8,38 @@ and the main thread handles signals: the first SIGTERM or Ctrl-C finishes what r
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import ConfigError, HooklineError, MissingPackageError, NoMatchError, OptionError
+import uvicorn
+
+from hookline.errors import OptionError
 from hookline.local_access import is_loopback
-from hookline.serve.http.http_settings import Settings
-from hookline.specs.hook_spec import HookSpec
+from hookline.serve.http.app import make_app
+from hookline.serve.http.request_gate import Settings
 
 if TYPE_CHECKING:
     from hookline.serve.http.engine_state import Serving
     from hookline.serve.serving_engine import Engine
 
-__all__ = ["Server", "attach_at_start", "need_packages"]
+__all__ = ["Server"]
 
 logger = logging.getLogger("hookline.serve")
 
-_PACKAGES: Final = ("fastapi", "uvicorn", "transformers", "prometheus_client", "pydantic")
 _LAST_WORDS_S: Final = 5.0
 """How long answers that are complete may take to reach their clients, after the engine has closed."""
 _LOOK_S: Final = 1.0
 """How often the main thread, which waits for signals, looks whether the engine is still there."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-
-def need_packages() -> None:
-    """Raise with the install line if what serving needs is not all there."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingPackageError(
-            f"hookline serve needs {', '.join(missing)}, not installed here: pip install 'hookline[serve]'."
-        )
 
 
 class Server:
@@ -73,12 +65,10 @@ class Server:
     def __init__(
         self, make_engine: Callable[[], Engine], settings: Settings, *, host: str = "127.0.0.1", port: int = 0
     ) -> None:
-        need_packages()
         self._make_engine = make_engine
         self._settings = replace(settings, local_only=settings.local_only and is_loopback(host))
         self._socket = _bound(host, port)
         self._is_stopping = False
-        self._has_failed = False
         self._uvicorn: Any = None
         self._app: Any = None
         self._thread: threading.Thread | None = None
@@ -124,31 +114,25 @@ class Server:
             Whether it was a signal; False if the engine failed.
         """
         before = {each: signal.signal(each, self._on_signal) for each in _SIGNALS}
+        has_failed = False
         try:
-            self._stay()
+            with suppress(_Stopped):
+                self.start()
+                logger.info("ready at %s", self.url)
+                # Looked at here too: an exception that is raised in some object's ``__del__`` is lost.
+                while not self._is_stopping and not has_failed:
+                    time.sleep(_LOOK_S)
+                    has_failed = self.serving.status == "failed"
+            if has_failed:
+                logger.error("the engine has failed, and only a new process helps")
             self._is_stopping = True  # from here on, a signal is the second one
             logger.info("stopping: what runs has %g s to finish; a signal ends it now", self._settings.drain_s)
             self.stop()
             logger.info("stopped")
-            return not self._has_failed
+            return not has_failed
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-
-    def _stay(self) -> None:
-        """Start, and wait for a signal or the end of the engine."""
-        try:
-            self.start()
-            if not self._is_stopping:
-                logger.info("ready at %s", self.url)
-            # Looked at here too: an exception that is raised in some object's ``__del__`` is lost.
-            while not self._is_stopping and self.serving.status != "failed":
-                time.sleep(_LOOK_S)
-            if not self._is_stopping:
-                self._has_failed = True
-                logger.error("the engine has failed, and only a new process helps")
-        except _Stopped:
-            pass
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_stopping:
@@ -160,10 +144,6 @@ class Server:
     # -- uvicorn -----------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        import uvicorn
-
-        from hookline.serve.http.app import make_app
-
         self._app = make_app(None, self._settings)
         config = uvicorn.Config(
             self._app,
@@ -192,37 +172,12 @@ class _Stopped(BaseException):
     """A signal came."""
 
 
-def attach_at_start(engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, strict: bool = True) -> None:
-    """Attach the hooks of files, all or none.
-
-    Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
-    """
-    try:
-        engine.hooks.add_all(specs, strict=strict, origin="start")
-    except NoMatchError as error:
-        error.add_note("With --no-strict, such a hook is passed over.")
-        raise
-    except HooklineError:
-        raise
-    except Exception as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
-
-
 def _bound(host: str, port: int) -> socket.socket:
     """Return a bound socket; called before minutes go into loading a model."""
-    made = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(2048)
+        return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        if made is not None:
-            made.close()
         raise OptionError(
             f"Cannot listen at {host}:{port} ({error}). Give another --port; --port 0 takes one that is free."
         ) from None
-    return made

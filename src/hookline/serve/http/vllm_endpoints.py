@@ -13,13 +13,14 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from fastapi.responses import Response
+from starlette.routing import Route
 
 from hookline.engines.request_options import ClientHook
 from hookline.engines.vllm.start_options import StartOptions
@@ -31,20 +32,18 @@ from hookline.engines.vllm.vllm_hooks import (
     merge_removed,
     merge_results,
 )
-from hookline.errors import HookNameError, OptionError
-from hookline.serve.http.app import json_response, make_hook_app
-from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.app import make_hook_app
+from hookline.serve.http.error_answers import Refused, json_response
 from hookline.serve.http.generation_routes import base64_data
-from hookline.serve.http.hook_routes import confined_hook, shown_hook
-from hookline.serve.http.http_settings import Settings
-from hookline.serve.http.metrics_page import HookFigures, Metrics
+from hookline.serve.http.hook_routes import HookPaths
+from hookline.serve.http.metrics_page import Metrics
+from hookline.serve.http.request_gate import Settings
 
 __all__ = ["HookEndpoints", "WorkerCalls", "endpoint_settings"]
 
 logger = logging.getLogger("hookline.engines.vllm")
 
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
-_TOKEN_FILE: Final = "HOOKLINE_SERVE_TOKEN_FILE"
 _PATHS: Final = ("/hooks", "/hooks/{id}", "/hooks/results/{key}")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 """All of them, so that ours answers those that a path does not take. vLLM's start fails on a route without methods."""
@@ -53,8 +52,6 @@ _PATIENCE_S: Final = 60.0
 """How long a route waits for the workers: they are in a step, and its next comes first."""
 _COUNTS: Final = ("steps", "eager_steps", "prompt_tokens", "not_computed")
 """Of the engine; each worker counts the same."""
-
-_Shown = list[dict[str, Any]]  # `WorkerCalls` has a method `list`
 
 
 class HookEndpoints:
@@ -68,16 +65,11 @@ class HookEndpoints:
 
     def __init__(self) -> None:
         self._calls: WorkerCalls | None = None
-        self._metrics = Metrics()
 
     def attach_router(self, app: Any) -> None:
         """Add the paths of hooks."""
-        from starlette.routing import Route
-
-        settings = endpoint_settings(getattr(app.state.args, "additional_config", None))
-        self._calls = WorkerCalls(settings)
-        more = {"/hooks/metrics": self.metrics, "/hooks/results/{key}": self.results}
-        hooks = make_hook_app(self._calls, settings, more)
+        self._calls = WorkerCalls(endpoint_settings(getattr(app.state.args, "additional_config", None)))
+        hooks = make_hook_app(self._calls)
         # First of all: a route of vLLM must not take these paths.
         app.router.routes[:0] = [Route(path, hooks, methods=_METHODS) for path in _PATHS]
 
@@ -85,26 +77,13 @@ class HookEndpoints:
         """Take the engine; None where a server has none, which then refuses hooks."""
         assert self._calls is not None
         self._calls.client = engine_client
-        if engine_client is not None:
-            logger.info("hooks over HTTP: %s", await self._calls.describe())
-
-    async def results(self, key: str) -> Any:
-        """Give what a request asked for under the UUID that its client made up, once; an entry for each answer."""
-        assert self._calls is not None
-        return json_response({"answers": await self._calls.results(key)})
-
-    async def metrics(self) -> Any:
-        """Give the counts of hooks and of the workers' steps, in Prometheus' text format."""
-        assert self._calls is not None
-        page = self._metrics.page(await self._calls.counts(), await self._calls.figures())
-        return Response(page, media_type=self._metrics.content_type)
 
 
 def endpoint_settings(additional: Any) -> Settings:
     """Return the settings in ``--additional-config`` (`StartOptions`) and the token of the environment."""
     options = StartOptions.read(additional)
     return Settings(
-        token=_token(),
+        token=os.environ.get(_TOKEN) or None,
         protect=options.protect,
         allow=options.allow or ("hookline.factories",),
         export_dir=None if options.export_dir is None else Path(options.export_dir),
@@ -112,89 +91,65 @@ def endpoint_settings(additional: Any) -> Settings:
     )
 
 
-def _token() -> str | None:
-    file = os.environ.get(_TOKEN_FILE)
-    if not file:
-        return os.environ.get(_TOKEN) or None
-    try:
-        return Path(file).read_text().strip()
-    except OSError as error:
-        raise OptionError(
-            f"{_TOKEN_FILE}={file} cannot be read: {error.strerror}. Give a file with the token."
-        ) from None
+class WorkerCalls(HookPaths):
+    """The hook paths of a vLLM server. Workers take a call between two steps.
 
-
-class WorkerCalls:
-    """The hooks of a vLLM server, as its HTTP routes use them. Workers take a call between two steps.
-
-    Recipe: ``calls = WorkerCalls(Settings(token="secret")); calls.client = engine_client; await calls.list()``.
+    Recipe: ``calls = WorkerCalls(Settings(token="secret")); calls.client = engine_client; await calls.all()``.
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.client: Any = None
         """The engine client of the server; None until it is ready."""
-        self._settings = settings
         self._changes = asyncio.Lock()
         """Workers number hooks by themselves: calls that change them come in one order everywhere."""
         self._undoing: asyncio.Future[None] | None = None
         """Kept here, as the event loop does not keep it."""
+        self._page = Metrics()
 
-    async def describe(self) -> str:
-        """Return a sentence on what the engine is, for the log."""
-        try:
-            answers = await self._checked("hookline_describe")
-        except Refused as refused:
-            return refused.message
-        first = answers[0]["engine"]
-        kind = "compiled" if first["compiled"] else "eager"
-        return f"{len(answers)} workers of vLLM {first['version']}, {kind}, runner {first['runner']}"
+    def add_to(self, app: Any) -> None:
+        """Add the paths to `app`."""
+        app.add_api_route("/hooks/metrics", self.show_metrics, methods=["GET"])
+        app.add_api_route("/hooks/results/{key}", self.take_results, methods=["GET"])
+        super().add_to(app)
 
-    async def list(self) -> _Shown:
+    async def all(self) -> list[dict[str, Any]]:
         """Return the attached hooks, with what they have done in all workers together."""
-        return [self._shown(each) for each in merge_hooks(await self._checked("hookline_list"))]
+        return merge_hooks(await self._checked("hookline_list"))
 
-    async def add(self, given: ClientHook) -> dict[str, Any]:
+    async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook in all workers, or in none."""
-        spec = asdict(confined_hook(given, self._settings))
         async with self._changes:
-            answers = await self._call(_ADD, [spec], [*self._settings.allow], True, "http")
+            answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow], True, "http")
             try:
-                added = merge_added(answers)[0]
+                return merge_added(answers)[0]
             except Exception:
                 await self._undo(answers)
                 raise
-        logger.info("hook %s (%s) is attached: %s", added["id"], added["hook_factory"], ", ".join(added["matched"]))
-        return self._shown(added)
 
-    async def _undo(self, answers: _Shown) -> None:
+    async def _undo(self, answers: list[dict[str, Any]]) -> None:
         """Remove what workers have attached."""
         for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
             await self._call("hookline_remove", id)
 
-    async def remove(self, id: str) -> dict[str, Any]:
+    async def detach(self, id: str) -> dict[str, Any]:
         """Remove one hook from all workers."""
         async with self._changes:
-            answers = await self._call("hookline_remove", id)
-        try:
-            removed = merge_removed(answers)
-        except HookNameError as error:
-            raise Refused(404, str(error)) from None
-        logger.info("hook %s is taken off", id)
-        return self._shown(removed)
+            return merge_removed(await self._call("hookline_remove", id))
 
-    async def figures(self) -> Sequence[HookFigures]:
-        """Return each hook and its metrics."""
-        metrics = merge_metrics(await self._checked("hookline_metrics"))
-        return [(each, metrics.get(each["id"], {})) for each in await self.list()]
+    async def metrics(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what the hooks measure in all workers together."""
+        return merge_metrics(await self._checked("hookline_metrics"))
 
-    async def counts(self) -> dict[str, float]:
-        """Return the counts of the workers' steps; bytes are those of all workers."""
+    async def show_metrics(self) -> Any:
+        """Give the counts of hooks and of the workers' steps, in Prometheus' text format; bytes are of all workers."""
         found = [answer["engine"] for answer in await self._checked("hookline_describe")]
-        most = {name: max(float(each[name]) for each in found) for name in _COUNTS}
-        return {**most, "captured_bytes_reserved": sum(float(each["captured_bytes"]) for each in found)}
+        counts = {name: max(float(each[name]) for each in found) for name in _COUNTS}
+        counts["captured_bytes_reserved"] = sum(float(each["captured_bytes"]) for each in found)
+        return Response(self._page.page(counts, await self.figures()), media_type=self._page.content_type)
 
-    async def results(self, key: str) -> _Shown:
-        """Return what the requests under a key asked for, and forget it.
+    async def take_results(self, key: str) -> Any:
+        """Give what a request asked for under the UUID that its client made up, once; an entry for each answer.
 
         Nothing else has a UUID for a key: results of requests that gave none cannot be had here.
         """
@@ -202,27 +157,21 @@ class WorkerCalls:
             known = str(uuid.UUID(key))
         except ValueError:
             raise Refused(404, "Results are kept under the UUID that was sent as key in vllm_xargs.hookline.") from None
-        try:
-            merged = merge_results(await self._call("hookline_take", known))
-        except HookNameError as error:
-            raise Refused(404, str(error)) from None
-        return await asyncio.to_thread(lambda: [_to_json(each) for each in merged])
+        merged = merge_results(await self._call("hookline_take", known))
+        # In a thread: a hundred megabytes of states would block all other clients.
+        return await asyncio.to_thread(lambda: json_response({"answers": [_to_json(each) for each in merged]}))
 
-    def _shown(self, hook: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a hook for clients, which are not told where the export folder is."""
-        return shown_hook(hook, self._settings.export_dir)
-
-    async def _checked(self, method: str) -> _Shown:
+    async def _checked(self, method: str) -> list[dict[str, Any]]:
         answers = await self._call(method)
         check_answers(answers)
         return answers
 
-    async def _call(self, method: str, *args: Any) -> _Shown:
+    async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         if self.client is None:
             raise Refused(503, "The engine is not ready; ask /health until it is.", headers={"Retry-After": "2"})
-        asked: asyncio.Future[_Shown] = asyncio.ensure_future(self.client.collective_rpc(method, args=args))
+        asked: asyncio.Future[Any] = asyncio.ensure_future(self.client.collective_rpc(method, args=args))
         try:
-            return await asyncio.wait_for(asyncio.shield(asked), _PATIENCE_S)
+            return list(await asyncio.wait_for(asyncio.shield(asked), _PATIENCE_S))
         except TimeoutError:
             asked.add_done_callback(partial(self._on_late, method))
             raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
@@ -230,7 +179,7 @@ class WorkerCalls:
             logger.warning("workers did not answer %s", method, exc_info=error)
             raise Refused(503, _no_extension(error)) from error
 
-    def _on_late(self, method: str, asked: asyncio.Future[_Shown]) -> None:
+    def _on_late(self, method: str, asked: asyncio.Future[list[dict[str, Any]]]) -> None:
         """Take back a hook that workers attached after its client was told that they had no time: a call that is
         under way cannot be cancelled.
         """
