@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hookline.debug.compare.fingerprint import DeviceFingerprints, fingerprint_on_cpu
+from hookline.observe.watch.place import WatchedPlace
 
 torch.manual_seed(0)
 device = DeviceFingerprints(torch.device("cpu"), by_programs=True)
@@ -12,17 +13,21 @@ several = torch.randn(257, 1021)
 several[3, 5], several[200, 7] = float("nan"), -float("inf")
 values = [
     torch.randn(1),
-    torch.randn(33 * 1021 + 5),
+    torch.randn(17 * 2008 + 5),
     several,
-    torch.randn(40, 1021).bfloat16(),
+    torch.randn(40, 2008).bfloat16(),
+    torch.randn(3 * 2008 + 1)[1:],
     torch.randn(4099).half(),
     torch.full((5000,), 1e30),
     torch.full((5000,), 1e-30),
 ]
-for value in values:
-    device.add(value)
+places = [WatchedPlace(str(number), "output") for number in range(len(values))]
+for _ in range(2):  # at once, and then all together
+    for place, value in zip(places, values, strict=True):
+        device.add(place, value)
+    device.end_pass()
 found, marks = device.read()
-for value, row, mark in zip(values, found, marks, strict=True):
+for value, row, mark in zip(2 * values, found.values(), marks, strict=True):
     numbers, known = torch.from_numpy(row), fingerprint_on_cpu(value)
     assert int(mark) == known.hash, (value.shape, int(mark), known.hash)
     norm = known.numbers[1]

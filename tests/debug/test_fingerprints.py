@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hookline.debug.compare.fingerprint import DeviceFingerprints, fingerprint_on_cpu
+from hookline.observe.watch.place import WatchedPlace
 
 VALUES = {
     "float32": torch.randn(3, 5),
@@ -38,8 +39,9 @@ def test_both_ways_and_torch_agree(name):
     value = VALUES[name]
     found = fingerprint_on_cpu(value)
     device = DeviceFingerprints(torch.device("cpu"))
-    device.add(value)
-    (row,), (mark,) = device.read()
+    device.add(None, value)
+    rows, (mark,) = device.read()
+    row = rows[0]
     true = torch.view_as_real(value).double() if value.is_complex() else value.double()
     finite = torch.nan_to_num(true, 0.0, 0.0, 0.0)
     norm = finite.norm().item()
@@ -57,11 +59,32 @@ def test_both_ways_and_torch_agree(name):
 def test_rows_are_read_again_until_they_are_forgotten():
     """A flush that Ctrl-C ends writes them the next time."""
     device = DeviceFingerprints(torch.device("cpu"))
-    device.add(torch.randn(5))
+    device.add(None, torch.randn(5))
     first, second = device.read(), device.read()
     assert first[1].tolist() == second[1].tolist() != []
     device.forget()
     assert not len(device.read()[1])
+
+
+def test_a_tensor_that_waits_is_read_as_it_was_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was changed first has no row, and the next of its place is read at once."""
+    device, place = DeviceFingerprints(torch.device("cpu"), by_programs=True), WatchedPlace("layer", "output")
+    monkeypatch.setattr(
+        device, "_by_program", lambda dtype, some: [device._by_operators(flat, row) for flat, _, row in some]
+    )
+    values = [torch.randn(2008) for _ in range(4)]
+    known = [fingerprint_on_cpu(value).hash for value in values]
+    device.add(place, values[0])
+    device.end_pass()
+    assert device.note(place, values[1]) == 1
+    assert device.note(place, values[2]) == 2
+    values[2].add_(1)
+    device.end_pass()
+    device.add(place, values[3])
+    values[3].add_(1)
+    rows, marks = device.read()
+    assert sorted(rows) == [0, 1, 3]
+    assert [int(marks[row]) for row in rows] == [known[row] for row in rows]
 
 
 @pytest.mark.slow

@@ -204,6 +204,8 @@ class LossHistory:
             self._first.append(loss)
         self._losses.append(loss)
         values = np.array(self._losses)
+        if loss < _LOSS * values[-_LEVEL - 1 :].min() and loss - values[-_LEVEL - 1 :].min() < math.log(_PERPLEXITY):
+            return False  # no rise over any level; to find all rises takes thirty times as long
         curve = Curve("loss", np.arange(values.size), values)
         return any(event.step == values.size - 1 for event in loss_spikes(curve, float(np.median(self._first))))
 

@@ -1,10 +1,11 @@
 """Find the fingerprint of a tensor: on the CPU as plain numbers, on other devices as a row that is read later.
 
 `TraceRecorder` calls this at every firing. Both ways define the same: numbers are taken in the order of their indices,
-whatever the strides. The sketch goes by blocks of 256 × 1,021 numbers. Within a block a fixed table of signs
-multiplies the numbers, columns are added up and gathered into groups; each block and group has one more sign. 1,021 is
-prime, so that a difference in one row or one feature of a tensor spreads over all groups. The hash adds up 8-byte words
-in 1,021 columns, and multiplies these by odd numbers; additions wrap around, so that no order of them matters.
+whatever the strides, eight at a time, which a GPU reads by one instruction. 251 such eights make a row. Each number has
+a random sign, the bits of a hash of its eight; signed sums of every sixteenth eight of a row make a group. 251 is
+prime, so that a difference in one row, one feature or one head of a tensor spreads over all groups. Signs come again
+after 256 rows, a block, and there each block and group has one more. The hash adds up 8-byte words of all rows by
+column, and multiplies these by odd numbers; additions wrap around, so that no order of them matters.
 
 On one core, 262,144 float32: extremes 69 µs, sum and squares 85, sketch 98, hash 61.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import warnings
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,43 +24,55 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hookline.errors import HooklineWarning
+from hookline.messages import caller_stacklevel
 from hookline.observe.watch.kernel import is_available, kernel_types, on_device
+from hookline.observe.watch.pending import PendingTensors
 
 __all__ = ["DeviceFingerprints", "FoundNumbers", "fingerprint_on_cpu"]
 
-COLUMNS: Final = 1021
+EIGHTS: Final = 251
+COLUMNS: Final = 8 * EIGHTS
 ROWS: Final = 256
 BLOCK: Final = COLUMNS * ROWS
-WIDTH: Final = 64
-"""How many neighbouring columns make a group."""
-GROUPS: Final = -(-COLUMNS // WIDTH)
-_STARTS: Final = np.arange(0, COLUMNS, WIDTH)
+GROUPS: Final = 16
 _TINY: Final = 1e-30
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 
 
-class _SketchTables:
-    """The random signs of all traces, so that any two can be compared."""
+def _mixed(numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return a hash of each number (Ellis's lowbias32); that of 0 is 0."""
+    found = numbers ^ (numbers >> np.uint32(16))
+    for factor in (0x21F0AAAD, 0xD35A2D97):
+        found = found * np.uint32(factor)
+        found = found ^ (found >> np.uint32(15))
+    return found
+
+
+def _numbers_to(end: int) -> NDArray[np.uint32]:
+    return np.arange(end, dtype=np.uint32)
+
+
+class _Tables:
+    """What all fingerprints have in common, so that any two can be compared."""
 
     def __init__(self) -> None:
-        made = np.random.Generator(np.random.Philox(0))
-        self.signs: NDArray[np.float32] = (made.integers(0, 2, (ROWS, COLUMNS)) * 2 - 1).astype(np.float32)
-        self.odd: NDArray[np.uint64] = made.integers(0, 1 << 64, COLUMNS, dtype=np.uint64) | np.uint64(1)
+        bits = _mixed(_numbers_to(ROWS * EIGHTS))[:, None] >> (31 - _numbers_to(8))
+        self.signs: NDArray[np.float32] = (1.0 - 2.0 * (bits & 1)).astype(np.float32).reshape(ROWS, COLUMNS)
         self.signs_double: NDArray[np.float64] = self.signs.astype(np.float64)
+        self.groups: NDArray[np.float64] = np.eye(GROUPS)[np.arange(COLUMNS) // 8 % GROUPS]
+        """By column and group: whether the column is in the group."""
+        halves = _mixed(_numbers_to(2 * COLUMNS) + np.uint32(1)).astype(np.uint64).reshape(2, COLUMNS)
+        self.odd: NDArray[np.uint64] = halves[0] << np.uint64(32) | halves[1] | np.uint64(1)
 
 
-@functools.cache
-def _tables() -> _SketchTables:
-    return _SketchTables()
+_tables = functools.cache(_Tables)
 
 
-@functools.cache
 def _block_signs(blocks: int) -> NDArray[np.float64]:
     """Return a sign for each of so many blocks and each group."""
-    made = np.random.Generator(np.random.Philox(key=1 << 64))
-    signs: NDArray[np.float64] = (made.integers(0, 2, (blocks, GROUPS)) * 2 - 1).astype(np.float64)
-    signs[0] = 1.0
-    return signs
+    bits = _mixed(_numbers_to(blocks))[:, None] >> _numbers_to(GROUPS) & 1
+    return 1.0 - 2.0 * bits.astype(np.float64)
 
 
 class FoundNumbers(NamedTuple):
@@ -101,35 +116,27 @@ def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
 
 
 def _sketch(numbers: NDArray[np.floating]) -> NDArray[np.float64]:
-    count = numbers.size
-    if count <= BLOCK:
-        return _sketch_of_block(numbers)
-    signs = _block_signs(-(-count // BLOCK))
-    blocks = range(0, count, BLOCK)
-    found = [_sketch_of_block(numbers[begin : begin + BLOCK]) for begin in blocks]
-    return np.asarray((np.stack(found) * signs).sum(0))
+    blocks = range(0, numbers.size, BLOCK)
+    found = np.stack([_columns(numbers[begin : begin + BLOCK]) for begin in blocks]) @ _tables().groups
+    return np.asarray(found[0] if len(found) == 1 else (found * _block_signs(len(found))).sum(0))
 
 
-def _sketch_of_block(numbers: NDArray[np.floating]) -> NDArray[np.float64]:
-    signs = _tables().signs if numbers.dtype == np.float32 else _tables().signs_double
-    rows, rest = divmod(numbers.size, COLUMNS)
-    if rows:
-        whole = numbers[: rows * COLUMNS].reshape(rows, COLUMNS)
-        columns = np.einsum("rc,rc->c", whole, signs[:rows])
-    else:
-        columns = np.zeros(COLUMNS, numbers.dtype)
+def _columns(block: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Return the signed sums of the columns of a block."""
+    signs = _tables().signs if block.dtype == np.float32 else _tables().signs_double
+    rows, rest = divmod(block.size, COLUMNS)
+    columns: NDArray[np.floating] = np.einsum("rc,rc->c", block[: rows * COLUMNS].reshape(rows, COLUMNS), signs[:rows])
     if rest:
-        columns[:rest] += numbers[rows * COLUMNS :] * signs[rows, :rest]
-    return np.add.reduceat(columns, _STARTS, dtype=np.float64)
+        columns[:rest] += block[rows * COLUMNS :] * signs[rows, :rest]
+    return columns
 
 
 def _hash(flat: Tensor) -> int:
-    words, odd = _words(flat), _tables().odd
-    rows, rest = divmod(words.size, COLUMNS)
-    if not rows:
-        return int(np.dot(words, odd[:rest]))
-    columns = np.add.reduce(words[: rows * COLUMNS].reshape(rows, COLUMNS), axis=0)
-    columns[:rest] += words[rows * COLUMNS :]
+    words = _words(flat)
+    odd = _tables().odd[: EIGHTS * flat.element_size()]
+    rows, rest = divmod(words.size, odd.size)
+    columns = np.add.reduce(words[: rows * odd.size].reshape(rows, odd.size), axis=0)
+    columns[:rest] += words[rows * odd.size :]
     return int(np.dot(columns, odd))
 
 
@@ -166,37 +173,35 @@ def _as_real(flat: Tensor) -> Tensor:
 
 _CAPACITY: Final = 4096
 """Fingerprints that a device holds before somebody has to read them."""
-_SLOTS: Final = 1 << 16
-"""What programs have found before it is merged: 16 MiB, half a step of GPT-2 small."""
-_SLOT_WIDTH: Final = 32
+_JOBS: Final = 256
+"""How many tensors fit one launch."""
 _PROGRAM_ROWS: Final = 16
-"""Rows of 1,021 numbers for each program; a block of 256 rows has a whole number of programs. 6 million numbers in
-bfloat16 on an H200 take 16 µs; 22 with 32 rows, 19 with 8."""
-_MERGED: Final = 64
+"""A program takes so many rows, or a multiple."""
+_MOST_PROGRAMS: Final = 2048
+"""For one tensor. More, and merging their slots takes long."""
+_SLOT_WIDTH: Final = 32
+_MERGED: Final = 256
 """Slots that a merging program takes at a time."""
+_COMPILED: Final = {"num_warps": 8, "maxnreg": 80}
+"""As many registers as let three programs share a multiprocessor."""
 _READ: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class DeviceFingerprints:
-    """The fingerprints of tensors on one stream of one device, in rows there until they are read.
+    """The fingerprints of tensors on one device, in rows there until they are read.
 
-    On a GPU each takes one launch of a program that was compiled before (Triton's own way of launching takes five
-    times as long), and many are merged by one more; elsewhere torch's operators do the same.
+    On a GPU programs find those of many tensors at once, which `PendingTensors` holds until then; elsewhere torch's
+    operators do the same.
     """
 
     def __init__(self, device: torch.device, *, by_programs: bool | None = None) -> None:
         self._device = device
         self._by_programs = is_available(device) if by_programs is None else by_programs
-        self._signs = torch.from_numpy(_tables().signs).to(device)
-        self._odd = torch.from_numpy(_tables().odd.view(np.int64)).to(device)
-        self._block_signs: dict[int, Tensor] = {}
+        self._pending = PendingTensors(self._find, device)
         self._numbers = torch.zeros(_CAPACITY, 5 + GROUPS, dtype=torch.float64, device=device)
         self._hashes = torch.zeros(_CAPACITY, dtype=torch.int64, device=device)
-        self._slots = torch.empty(0, _SLOT_WIDTH, dtype=torch.float64, device=device)
-        self._used_slots = 0
-        self._jobs: list[int] = []
-        """Of each tensor that is not merged yet: first slot, number of slots, number of numbers, row."""
         self._compiled: dict[Any, Any] = {}
+        self._found: set[int] = set()
         self.used = 0
         """How many rows are taken."""
 
@@ -205,65 +210,106 @@ class DeviceFingerprints:
         """Return whether the rows have to be read before another is added."""
         return self.used == _CAPACITY
 
-    def add(self, tensor: Tensor) -> int:
-        """Find the fingerprint of a dense tensor; return the number of its row.
+    def add(self, place: Any, tensor: Tensor) -> int:
+        """Find the fingerprint of a dense tensor, now or later; return the number of its row.
 
         Only operators that do not wait for the device, and none that autocast would run in another precision.
         """
         row = self.used
         self.used += 1
-        flat = tensor if tensor.is_contiguous() and tensor.dtype in _READ and not tensor.is_neg() else _flat(tensor)
-        if not flat.numel():
-            self._numbers[row], self._hashes[row] = 0.0, 0
-        elif self._by_programs and flat.dtype in _READ and flat.data_ptr() % 8 == 0:
-            with on_device(self._device):
-                self._launch(flat, row)
+        if self._by_programs:
+            self._pending.take(place, tensor, row)
         else:
-            self._by_operators(flat, row)
+            self._find([(place, tensor, row)])
         return row
 
-    def read(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`."""
-        with on_device(self._device):
-            self._merge()
-        rows = self.used
-        return self._numbers[:rows].cpu().numpy(), self._hashes[:rows].cpu().numpy().view(np.uint64)
+    def note(self, place: Any, tensor: Tensor) -> int | None:
+        """Do as `add`, in the common case alone: the tensor can wait, and there is a row; None if it is another."""
+        row = self.used
+        if row == _CAPACITY or not self._pending.note(place, tensor, row):
+            return None
+        self.used += 1
+        return row
+
+    def end_pass(self) -> None:
+        """Find those of all tensors that wait: a forward or backward pass is over."""
+        self._pending.flush()
+
+    def read(self) -> tuple[dict[int, NDArray[np.float64]], NDArray[np.uint64]]:
+        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`.
+
+        There are none of a row whose tensor was changed in place while it waited.
+        """
+        self.end_pass()
+        numbers = self._numbers[: self.used].cpu().numpy()
+        return {row: numbers[row] for row in self._found}, self._hashes[: self.used].cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:
         """Begin anew."""
-        self.used, self._used_slots = 0, 0
-        self._jobs.clear()
+        self._pending.forget()
+        self._found.clear()
+        self.used = 0
 
-    def _signs_of(self, blocks: int) -> Tensor:
-        found = self._block_signs.get(blocks)
-        if found is None:
-            found = self._block_signs[blocks] = torch.from_numpy(_block_signs(blocks)).to(self._device)
-        return found
+    def _find(self, notes: Sequence[tuple[Any, Tensor, int]]) -> None:
+        """Find the fingerprints of tensors as they are now, on the current stream."""
+        by_type: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
+        with torch.no_grad(), on_device(self._device):
+            for _, tensor, row in notes:
+                # A view with a sign to come is one of complex numbers: every other one in memory, or a single one.
+                is_plain = tensor.dtype in _READ and tensor.is_contiguous() and tensor.numel() > 1
+                flat = tensor if is_plain else _flat(tensor)
+                count = flat.numel()
+                if not count:
+                    self._numbers[row], self._hashes[row] = 0.0, 0
+                elif self._by_programs and flat.dtype in _READ:
+                    if count % 8 or flat.data_ptr() % 16:
+                        flat = torch.nn.functional.pad(flat.flatten(), (0, -count % 8))
+                    by_type.setdefault(flat.dtype, []).append((flat, count, row))
+                else:
+                    self._by_operators(flat, row)
+            for dtype, tensors in by_type.items():
+                for begin in range(0, len(tensors), _JOBS):
+                    some = tensors[begin : begin + _JOBS]
+                    try:
+                        self._by_program(dtype, some)
+                    except Exception as error:  # no compiler for C, for instance
+                        self._give_up_programs(error)
+                        for flat, count, row in some:
+                            self._by_operators(flat.flatten()[:count], row)
+            self._found.update(row for _, _, row in notes)
 
     # -- by programs ---------------------------------------------------------------------------------------
 
-    def _launch(self, flat: Tensor, row: int) -> None:
-        count = flat.numel()
-        programs = -(-count // (_PROGRAM_ROWS * COLUMNS))
-        if self._used_slots + programs > len(self._slots):
-            self._merge()
-            if programs > len(self._slots):
-                self._slots = self._slots.new_empty(max(_SLOTS, programs), _SLOT_WIDTH)
-        first = self._used_slots
-        self._used_slots += programs
-        self._jobs += (first, programs, count, row)
-        blocks = self._signs_of(-(-count // BLOCK))
-        slots = self._slots.data_ptr() + first * _SLOT_WIDTH * 8
-        tables = self._signs.data_ptr(), blocks.data_ptr(), self._odd.data_ptr()
-        constants = kernel_types()[flat.dtype][0], flat.element_size(), _PROGRAM_ROWS, ROWS, GROUPS, WIDTH
-        self._run("read_rows", programs, (flat.data_ptr(), *tables, slots, count), constants)
+    def _by_program(self, dtype: torch.dtype, tensors: Sequence[tuple[Tensor, int, int]]) -> None:
+        jobs: dict[tuple[int, int], tuple[int, ...]] = {}
+        again: list[tuple[int, ...]] = []
+        slots = 0
+        for flat, count, row in tensors:
+            address = flat.data_ptr()
+            known = jobs.get((address, count))
+            if known is not None:  # several sites often see the same tensor: it is read once
+                again.append((*known[:5], row))
+                continue
+            rows = -(-count // COLUMNS)
+            each = _PROGRAM_ROWS * -(-rows // (_PROGRAM_ROWS * _MOST_PROGRAMS))
+            programs = -(-rows // each)
+            jobs[address, count] = slots, programs, address, count, each, row
+            slots += programs
+        table = torch.from_numpy(np.array([*jobs.values(), *again])).to(self._device, non_blocking=True)
+        found = torch.empty(slots, _SLOT_WIDTH, dtype=torch.float64, device=self._device)
+        at, to = table.data_ptr(), found.data_ptr()
+        constants = kernel_types()[dtype][0], dtype.itemsize, _JOBS
+        self._run("read_rows", slots, (at, len(jobs), to), constants)
+        self._run("merge_slots", len(table), (at, to, self._numbers.data_ptr(), self._hashes.data_ptr()), (_MERGED,))
 
-    def _merge(self) -> None:
-        if self._jobs:
-            at = torch.tensor(self._jobs).to(self._device, non_blocking=True)
-            given = (at.data_ptr(), self._slots.data_ptr(), self._numbers.data_ptr(), self._hashes.data_ptr())
-            self._run("merge_slots", len(self._jobs) // 4, given, (_MERGED,))
-        self._jobs, self._used_slots = [], 0
+    def _give_up_programs(self, error: Exception) -> None:
+        self._by_programs = False
+        warnings.warn(
+            f"Fingerprints on {self._device} are found by operations of torch, which takes several times as long: the "
+            f"Triton programs do not work here ({type(error).__name__}: {error}).",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
 
     def _run(self, name: str, programs: int, given: tuple[int, ...], constants: tuple[Any, ...]) -> None:
         grid = programs, 1, 1
@@ -271,8 +317,8 @@ class DeviceFingerprints:
         if compiled is not None:
             compiled[grid](*given, *constants)
             return
-        programs_of = importlib.import_module("hookline.debug.compare.triton_fingerprint")
-        self._compiled[name, constants] = getattr(programs_of, name)[grid](*given, *constants)  # None: interpreted
+        program = getattr(importlib.import_module("hookline.debug.compare.triton_fingerprint"), name)
+        self._compiled[name, constants] = program[grid](*given, *constants, **_COMPILED)  # None: interpreted
 
     # -- by torch's operators ------------------------------------------------------------------------------
 
@@ -289,15 +335,23 @@ class DeviceFingerprints:
         ]
         self._numbers[row, :5] = torch.stack(found)
         self._numbers[row, 5:] = self._sketch(finite)
-        memory = flat.view(torch.uint8)
-        words = torch.nn.functional.pad(memory, (0, -memory.numel() % (8 * COLUMNS))).view(torch.int64)
-        self._hashes[row] = (words.view(-1, COLUMNS).sum(0) * self._odd).sum()
+        memory, odd = flat.view(torch.uint8), self._device_tables[2][: EIGHTS * flat.element_size()]
+        words = torch.nn.functional.pad(memory, (0, -memory.numel() % (8 * odd.numel()))).view(torch.int64)
+        self._hashes[row] = (words.view(-1, odd.numel()).sum(0) * odd).sum()
 
     def _sketch(self, numbers: Tensor) -> Tensor:
+        signs, in_group, _ = self._device_tables
         count = numbers.numel()
         blocks = -(-count // BLOCK)
         rows = min(ROWS, -(-count // COLUMNS))
         padded = torch.nn.functional.pad(numbers, (0, blocks * rows * COLUMNS - count))
-        columns = (padded.view(blocks, rows, COLUMNS) * self._signs[:rows]).sum(1, dtype=torch.float64)
-        groups = torch.nn.functional.pad(columns, (0, -COLUMNS % WIDTH)).view(blocks, -1, WIDTH).sum(2)
-        return (groups * self._signs_of(blocks)).sum(0)
+        columns = (padded.view(blocks, rows, COLUMNS) * signs[:rows]).sum(1, dtype=torch.float64)
+        of_blocks = torch.from_numpy(_block_signs(blocks)).to(self._device, non_blocking=True)
+        return ((columns @ in_group) * of_blocks).sum(0)
+
+    @functools.cached_property
+    def _device_tables(self) -> tuple[Tensor, ...]:
+        """The signs, which columns are in which groups, and the odd numbers."""
+        tables = _tables()
+        found = tables.signs, tables.groups, tables.odd.view(np.int64)
+        return tuple(torch.from_numpy(each).to(self._device) for each in found)

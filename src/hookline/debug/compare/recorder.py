@@ -13,9 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.compare.fingerprint import DeviceFingerprints, FoundNumbers, fingerprint_on_cpu
@@ -27,7 +25,6 @@ from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store
 from hookline.factories.served_batch import measurable
 from hookline.messages import caller_stacklevel, nearest_names
-from hookline.observe.watch.pending import Streams, streams_of
 from hookline.sites.targets import name_matcher
 
 __all__ = ["Names", "TraceMoment", "TraceRecorder"]
@@ -51,23 +48,31 @@ class TraceMoment(NamedTuple):
     call: int
 
 
-_Stream: TypeAlias = tuple[torch.device, int]
+class _Place:
+    """What many records have in common, by its number in the files; what `PendingTensors` keeps of it."""
 
+    __slots__ = ("deferred", "number", "on", "silent", "words")
 
-class _DeviceRow(NamedTuple):
-    """A fingerprint that is still on a device: a row of those of a stream."""
-
-    stream: _Stream
-    row: int
+    def __init__(self, number: int, words: str) -> None:
+        self.number = number
+        self.words = words
+        """What passes there, for messages."""
+        self.on: DeviceFingerprints | None = None
+        """Where fingerprints alone are wanted of tensors on a device."""
+        self.deferred: Any = None
+        self.silent = ""
 
 
 class _PendingRecord(NamedTuple):
-    place: int
+    place: _Place
     moment: TraceMoment
     rows: int | None
     tensor: int | None
     """The number among the tensors that wait."""
-    found: FoundNumbers | _DeviceRow
+    found: FoundNumbers | None
+    """None while it is on a device."""
+    on: DeviceFingerprints | None
+    row: int
 
 
 @dataclass(slots=True)
@@ -113,9 +118,8 @@ class TraceRecorder:
         self._wanted = _WantedNames(tensors)
         self._budget = budget
         self._waiting = _Waiting()
-        self._streams: dict[torch.device, Streams] = {}
-        self._on_devices: dict[_Stream, DeviceFingerprints] = {}
-        self._places: dict[tuple[Any, ...], int] = {}
+        self._on_devices: dict[torch.device, DeviceFingerprints] = {}
+        self._places: dict[tuple[Any, ...], _Place] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._told: set[str] = set()
@@ -146,56 +150,60 @@ class TraceRecorder:
             )
             return
         try:
-            local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
-            if local is None:
-                self.tell(f"{_in_words(site, kind, leaf)}: {_unreadable(tensor)} was left out", is_left_out=True)
-                return
-            with self._lock, torch.no_grad():
-                self._add(site, kind, leaf, tensor, local, moment, rows)
+            with self._lock:
+                number = None if rows is None else self._writer.number(rows)
+                place = self._places.get((site, kind, leaf, tensor.shape, tensor.dtype, None))
+                if place is not None and place.deferred is not None and place.on is not None:
+                    row = place.on.note(place, tensor)
+                    if row is not None:
+                        self._append(_PendingRecord(place, moment, number, None, None, place.on, row))
+                        return
+                local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
+                if local is None:
+                    text = f"{_in_words(site, kind, leaf)}: {_unreadable(tensor)} was left out"
+                    self.tell(text, is_left_out=True)
+                    return
+                with torch.no_grad():
+                    self._add(self._place(site, kind, leaf, tensor, local), local, moment, number, site)
         except Exception as error:
             text = f"{_in_words(site, kind, leaf)} was left out: {type(error).__name__}: {error}"
             self.tell(text, is_left_out=True)
 
-    def _add(
-        self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor, moment: TraceMoment, rows: RowTable | None
-    ) -> None:
-        place = self._place(site, kind, leaf, tensor, local)
-        number = None if rows is None else self._writer.number(rows)
-        found = self._fingerprint(local)
-        stored = self._store(local) if self._wanted.has(site) else None
-        self._waiting.records.append(_PendingRecord(place, moment, number, stored, found))
+    def _add(self, place: _Place, local: Tensor, moment: TraceMoment, rows: int | None, site: str) -> None:
+        is_stored = self._wanted.has(site)
+        found, on, row = None, None, 0
+        if local.device.type == "cpu":
+            # Of the very tensor that came before too: .data may have written to it without a new version.
+            found = fingerprint_on_cpu(local)
+        else:
+            on = self._on_devices.get(local.device)
+            if on is None:
+                on = self._on_devices[local.device] = DeviceFingerprints(local.device)
+            if on.is_full:
+                self.flush()
+            row = on.add(place, local)
+            place.on = None if is_stored else on
+        stored = self._store(local) if is_stored else None
+        self._append(_PendingRecord(place, moment, rows, stored, found, on, row))
+
+    def _append(self, record: _PendingRecord) -> None:
+        waiting = self._waiting
+        waiting.records.append(record)
         self.records += 1
-        if len(self._waiting.records) >= _MOST_RECORDS or self._waiting.bytes >= _MOST_BYTES:
+        if len(waiting.records) >= _MOST_RECORDS or waiting.bytes >= _MOST_BYTES:
             self.flush()
 
-    def _place(self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor) -> int:
+    def _place(self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor) -> _Place:
         is_laid = tensor is not local and hasattr(tensor, "placements")
         laid: Any = (tensor.placements, tensor.shape) if is_laid else None  # type: ignore[attr-defined]
         key = (site, kind, leaf, local.shape, local.dtype, laid)
-        number = self._places.get(key)
-        if number is None:
+        place = self._places.get(key)
+        if place is None:
             dtype = str(local.dtype).removeprefix("torch.")
             placements = _mesh_placement(tensor) if is_laid else None
-            found = TracePlace(site, kind, leaf, tuple(local.shape), dtype, placements)
-            number = self._places[key] = self._writer.number(found)
-        return number
-
-    def _fingerprint(self, local: Tensor) -> FoundNumbers | _DeviceRow:
-        # Of the very tensor that came before too: a kernel, or .data, may have written to it without a new version.
-        return fingerprint_on_cpu(local) if local.device.type == "cpu" else self._on_device(local)
-
-    def _on_device(self, local: Tensor) -> _DeviceRow:
-        device = local.device
-        streams = self._streams.get(device)
-        if streams is None:
-            streams = self._streams[device] = streams_of(device)
-        stream = device, streams.now()
-        there = self._on_devices.get(stream)
-        if there is None:
-            there = self._on_devices[stream] = DeviceFingerprints(device)
-        if there.is_full:
-            self.flush()
-        return _DeviceRow(stream, there.add(local))
+            number = self._writer.number(TracePlace(site, kind, leaf, tuple(local.shape), dtype, placements))
+            place = self._places[key] = _Place(number, _in_words(site, kind, leaf))
+        return place
 
     def _store(self, local: Tensor) -> int | None:
         """Keep a copy of a tensor for the next file; return its number there, None without room."""
@@ -216,6 +224,7 @@ class TraceRecorder:
 
     def end_part(self) -> None:
         """Write what has come, since a step or forward is over; what is on a device at most every 5 seconds."""
+        self.end_pass()
         is_there = any(there.used for there in self._on_devices.values())
         if not is_there or time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
@@ -235,21 +244,28 @@ class TraceRecorder:
                 there.forget()
 
     def _on_host(self, records: list[_PendingRecord]) -> list[TraceRecord]:
-        """Return records with the numbers of their fingerprints."""
-        found = {stream: self._read(stream, there) for stream, there in self._on_devices.items() if there.used}
+        """Return records with the numbers of their fingerprints, but for those whose tensors have changed first."""
+        with torch.no_grad():
+            read = {id(there): there.read() for there in self._on_devices.values() if there.used}
+        found = []
+        for one in records:
+            numbers = one.found
+            if one.on is not None:
+                rows, hashes = read[id(one.on)]
+                row = rows.get(one.row)
+                if row is None:
+                    text = f"{one.place.words} was changed in place before it was read, which it was not at first"
+                    self.tell(f"{text}; such records were left out, and it is read at once from then on")
+                    continue
+                numbers = FoundNumbers(tuple(row[:5]), int(hashes[one.row]), row[5:])
+            assert numbers is not None
+            found.append(TraceRecord(one.place.number, *one.moment, one.rows, one.tensor, numbers))
+        return found
 
-        def numbers_of(one: FoundNumbers | _DeviceRow) -> FoundNumbers:
-            if isinstance(one, FoundNumbers):
-                return one
-            numbers, hashes = found[one.stream]
-            row = numbers[one.row]
-            return FoundNumbers(tuple(row[:5]), int(hashes[one.row]), row[5:])
-
-        return [TraceRecord(one.place, *one.moment, one.rows, one.tensor, numbers_of(one.found)) for one in records]
-
-    def _read(self, stream: _Stream, there: DeviceFingerprints) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        with torch.no_grad(), self._streams[stream[0]].on(stream[1]):
-            return there.read()
+    def end_pass(self) -> None:
+        """Find the fingerprints of tensors that wait on a device: a forward is over."""
+        for there in self._on_devices.values():
+            there.end_pass()
 
     def _fail(self, error: Exception) -> None:
         """End the trace, and not the run; whoever reads it finds that it was not closed."""

@@ -394,8 +394,8 @@ class _TraceHooks:
         self.numbers.count(site, moment)
         if "output" in self._kinds:
             self._take_leaves(site.name, "output", output, moment, self.rows or rows_of(args))
-            if not site.name and not site.gradients:  # nothing else comes of this forward
-                self._recorder.end_part()
+            if not site.name:
+                self._recorder.end_pass() if site.gradients else self._recorder.end_part()  # nothing else comes of it
 
     def take_input(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
         """Take what a module is called with."""
@@ -439,7 +439,7 @@ class _TraceHooks:
                 self._recorder.take(site.name, kind, leaf, grad, moment)
 
     def _take_leaves(self, name: str, kind: str, value: Any, moment: TraceMoment, rows: RowTable | None) -> None:
-        for leaf, tensor in leaves(value):
+        for leaf, tensor in (("", value),) if isinstance(value, Tensor) else leaves(value):
             if isinstance(tensor, Tensor):
                 self._recorder.take(name, kind, leaf, tensor, moment, rows)
 

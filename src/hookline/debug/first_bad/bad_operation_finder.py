@@ -68,12 +68,11 @@ class StateMarks:
     __slots__ = ("_norms",)
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms: list[Tensor] = []
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                local = _torch.local_tensor(tensor.detach())
-                if local is not None and local.dtype in _TYPES and local.layout is torch.strided:
-                    self._norms.append(torch.linalg.vector_norm(local, dtype=torch.float64))
+        held = [{**module._parameters, **module._buffers}.values() for module in model.modules()]
+        found = [_torch.local_tensor(tensor) for some in held for tensor in some if tensor is not None]
+        read = [each for each in found if each is not None and each.dtype in _TYPES and each.layout is torch.strided]
+        with torch.no_grad():  # few launches for all of them
+            self._norms = torch._foreach_norm(read, 2, dtype=torch.float64) if read else ()
 
     def are_those_of(self, model: nn.Module) -> bool:
         """Return whether the model is now as it was then, up to rounding; waits for the device."""
