@@ -67,7 +67,10 @@ def find_cause(
     cause = None if engine.model is None else _other_parameters(pair, engine.model, layers)
     if cause is not None or not (is_beyond or bad):
         return cause, inside
-    if is_beyond or bad == [HEAD] or 2 * len(bad) > len(pair.trainer.blocks):  # those of all layers, or of the head
+    cause = _ties(pair, layers, bad)
+    if cause is not None:
+        return cause, inside
+    if is_beyond or bad == [HEAD] or set(pair.trainer.blocks) <= set(bad):  # those of the head, or of every layer
         tell("causes: known faults are tried on the trainer")
         cause = _imitated(pair, before, layers)
     if cause is None and not layers:
@@ -76,7 +79,7 @@ def find_cause(
         cause, inside = _from_layers(pair, engine, layers, before, tell)
         if cause.name == "unsure" and not is_beyond:
             cause = None
-        elif not is_beyond and pair.is_wide and pair.healthy is None and cause.name != "router ties":
+        elif not is_beyond and pair.is_wide and pair.healthy is None:
             # in 16 bits a small fault of all layers stands out in one alone
             cause = _unsure("errors of layers stand out; save a healthy pair to compare with")
     return cause, inside
@@ -203,6 +206,20 @@ def _least(gap: Callable[[float], float], low: float, high: float, rounds: int =
 # -- layers ------------------------------------------------------------------------------------------------------
 
 
+def _ties(pair: Pair, layers: Errors, bad: Sequence[str]) -> Cause | None:
+    """Return that routers chose other experts for a few tokens, if that is all that stands out, or nothing does."""
+    routers = pair.trainer.roles.get("router", [])
+    routed = [name for name in layers if any(router.startswith(f"{name}.") for router in routers)]
+    odd = bad or [name for name in routed if layers[name].affected]
+    if not odd or any(name not in routed or not 0 < layers[name].affected < _TIES for name in odd):
+        return None
+    stays = pair.healed_gap(max(odd, key=list(layers).index))
+    if stays > pair.most:
+        return None
+    share = max(layers[name].affected for name in odd)
+    return Cause("router ties", odd[0], f"{share:.1%} of the tokens went to other experts", stays)
+
+
 def _from_layers(
     pair: Pair, engine: EngineSide, layers: Errors, before: float, tell: Callable[[str], None]
 ) -> tuple[Cause, Errors]:
@@ -229,7 +246,7 @@ def _from_layers(
     tell(f"inside of {worst}")
     inside = _inside(pair, engine, worst)
     healed = f"healing it takes the gap from {earlier:.2g} to {stays:.2g}"
-    return replace(_part_of(pair, layers[worst], worst, inside, healed), stays=stays), inside
+    return replace(_part_of(pair, worst, inside, healed), stays=stays), inside
 
 
 def _inside(pair: Pair, engine: EngineSide, block: str) -> Errors:
@@ -256,11 +273,9 @@ def _parts(pair: Pair, block: str) -> list[str]:
     return [name for role in ("attn", "mlp") for name in roles.get(role, []) if name.startswith(f"{block}.")]
 
 
-def _part_of(pair: Pair, error: LayerError, block: str, inside: Errors, healed: str) -> Cause:
+def _part_of(pair: Pair, block: str, inside: Errors, healed: str) -> Cause:
     """Return what inside of a layer is off."""
     is_mixture = any(name.startswith(f"{block}.") for name in pair.trainer.roles.get("router", []))
-    if is_mixture and 0 < error.affected < _TIES:
-        return Cause("router ties", block, f"{error.affected:.1%} of the tokens went to other experts; {healed}")
     bad = [name for name in _worst_first(inside) if name.startswith(f"{block}.")]
     if not bad:
         return Cause("layer", block, healed)
