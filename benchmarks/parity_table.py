@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=120.0)
     asked = parser.parse_args()
-    model = helpers.learned(helpers.llama(7, layers=asked.layers, width=128), seconds=asked.seconds).to(getattr(torch, asked.dtype))
+    model = helpers.learned(helpers.llama(7, layers=asked.layers, width=128), seconds=asked.seconds).to(
+        getattr(torch, asked.dtype)
+    )
     found = hl.parity(model, copy.deepcopy(model), helpers.texts(32, 5), new_tokens=64, watched=32)
     print("| comparison | tokens | mean | rms | p99 | max | ratio outside [0.9, 1.1] |\n|---|---|---|---|---|---|---|")
     for name, group in {"engine against trainer": found.gap, **found.noise}.items():
