@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +50,59 @@ def prompts(count: int = 8, seed: int = 0) -> list[list[int]]:
     draws = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 20, (count,), generator=draws).tolist()
     return [[2, *torch.randint(3, VOCABULARY, (length,), generator=draws).tolist()] for length in lengths]
+
+
+# -- a model that has learned ------------------------------------------------------------------------------------
+
+
+def _sentence(draws: torch.Generator) -> list[int]:
+    """Return a walk on a Markov chain, five tokens and their copy, or a row of numbers; its first token says which."""
+
+    def pick(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=draws).tolist()
+
+    kind, start = pick(0, 3)[0], pick(0, 100)[0]
+    if kind == 0:
+        steps = torch.multinomial(torch.tensor([0.6, 0.25, 0.1, 0.05]), 9, replacement=True, generator=draws).tolist()
+        walk = [start]
+        for step in steps:  # each token has four successors, always the same
+            walk.append((17 * walk[-1] + 29 * step + 5) % 100)
+        return [3, *(20 + each for each in walk)]
+    if kind == 1:
+        words = pick(120, 180, 5)
+        return [4, *words, 5, *words]
+    return [6, *(180 + (start + each) % 20 for each in range(7))]
+
+
+def texts(count: int = 8, seed: int = 0, low: int = 6, high: int = 30) -> list[list[int]]:
+    """Return beginnings of texts in the language that `learned` has learned."""
+    draws = torch.Generator().manual_seed(seed)
+    found = []
+    for length in torch.randint(low, high, (count,), generator=draws).tolist():
+        text = [2]
+        while len(text) < length:
+            text += _sentence(draws)
+        found.append(text[:length])
+    return found
+
+
+def learned(model: Any, *, seconds: float = math.inf, steps: int = 10**9) -> Any:
+    """Train a model on the language, for so long or so many steps; its weights are no longer random."""
+    began, draws = time.monotonic(), torch.Generator().manual_seed(3)
+    pool = torch.tensor(texts(2000, 3, 48, 49))
+    optimizer = torch.optim.AdamW(model.train().parameters(), 2e-3)
+    done = 0.0
+    for step in range(steps):
+        ids = pool[torch.randint(len(pool), (16,), generator=draws)]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done = max(step / steps, (time.monotonic() - began) / seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * max(0.05, 1 - done)
+        if done >= 1:
+            break
+    return model.eval()
 
 
 # -- rounding to bf16 --------------------------------------------------------------------------------------------

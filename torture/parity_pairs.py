@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python torture/parity_pairs.py [--pairs 100] [--first 1000] [--train 60]
 
-Clean pairs are tiny random Llamas and Mixtrals, in float32 and in emulated bf16, in turn, each with its own weights,
-prompts, lengths and batch. The eight faults are planted in a Llama and a Mixtral that were trained for ``--train``
-seconds. Every verdict is a line; the last line counts them.
+Clean pairs are tiny Llamas and Mixtrals, in float32 and in emulated bf16, in turn: random ones, each with its own
+weights, and every third time one that has learned a language for ``--train`` seconds; prompts, lengths and batches
+differ. The eight faults are planted in the two that have learned, behind a server in this process and behind one that
+is known by its URL alone. Every verdict is a line; the last line counts them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import random
-import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import helpers_parity as helpers
-import torch
 
 import hookline as hl
 
@@ -41,14 +41,14 @@ def main() -> None:
     parser.add_argument("--train", type=float, default=60.0, help="seconds for each of the two models")
     asked = parser.parse_args()
     counts: Counter[str] = Counter()
+    learned = {make: helpers.learned(make(7), seconds=asked.train) for make in (helpers.llama, helpers.mixture)}
     for seed in range(asked.first, asked.first + asked.pairs):
-        counts[_clean(seed)] += 1
-    if asked.train:
-        models = {make: _trained(make(7), asked.train) for make in (helpers.llama, helpers.mixture)}
-        for plant, wanted in FAULTS.items():
-            make = helpers.mixture if plant is helpers.swapped_experts else helpers.llama
-            for precision in ("float32", "bf16"):
-                counts[_planted(models[make], precision, plant, *wanted)] += 1
+        counts[_clean(seed, learned)] += 1
+    for plant, wanted in FAULTS.items():
+        model = learned[helpers.mixture if plant is helpers.swapped_experts else helpers.llama]
+        for precision in ("float32", "bf16"):
+            for over_http in (False, True):
+                counts[_planted(model, precision, plant, *wanted, over_http=over_http)] += 1
     print(dict(counts))
 
 
@@ -59,55 +59,45 @@ def _pair(model: Any, precision: str) -> tuple[Any, Any, Any]:
     return helpers.as_trainer(model), helpers.as_engine(model), helpers.exact(model)
 
 
-def _clean(seed: int) -> str:
+def _clean(seed: int, learned: dict[Any, Any]) -> str:
     """Compare a clean pair of any shape; return what to count it as."""
     draws = random.Random(seed)
     precision = ("float32", "bf16")[seed % 2]
-    model = (helpers.llama, helpers.mixture)[seed // 2 % 2](seed)
-    trainer, served, reference = _pair(model, precision)
+    make = (helpers.llama, helpers.mixture)[seed // 2 % 2]
+    has_learned = seed % 3 == 0
+    trainer, served, reference = _pair(learned[make] if has_learned else make(seed), precision)
     batch, length, count = draws.choice((1, 2, 3, 5, 8, 16)), draws.randint(4, 24), draws.randint(2, 12)
-    prompts = helpers.prompts(count, seed)
+    prompts = (helpers.texts if has_learned else helpers.prompts)(count, seed)
     found = hl.parity(trainer, served, prompts, reference=reference, batch=batch, new_tokens=length)
-    what = f"{type(model).__name__} {precision}, seed {seed}, {count} prompts, batch {batch}, {length} new"
-    print(f"{'ok   ' if found.ok else 'ALARM'} {what}: {found.sentence}", flush=True)
-    return f"clean {precision}: {'ok' if found.ok else 'false alarm'}"
+    kind = f"{'learned' if has_learned else 'random'} {precision}"
+    print(
+        f"{'ok   ' if found.ok else 'ALARM'} {make.__name__} {kind}, seed {seed}, {count} prompts, batch {batch}, "
+        f"{length} new: {found.sentence}",
+        flush=True,
+    )
+    return f"clean {kind}: {'ok' if found.ok else 'false alarm'}"
 
 
-def _trained(model: Any, seconds: float) -> Any:
-    """Train a model to repeat sequences of tokens, so that its weights are no longer random."""
-    draws = torch.Generator().manual_seed(3)
-    optimizer = torch.optim.AdamW(model.train().parameters(), 1e-3)
-    began, loss = time.monotonic(), torch.tensor(0.0)
-    while time.monotonic() - began < seconds:
-        half = torch.randint(3, helpers.VOCABULARY, (16, 12), generator=draws)
-        ids = torch.cat([torch.full((16, 1), 2), half, half], 1)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print(f"{type(model).__name__} trained for {seconds:g} s, loss {loss.item():.3g}", flush=True)
-    return model.eval()
-
-
-def _planted(model: Any, precision: str, plant: Any, name: str, where: str) -> str:
+def _planted(model: Any, precision: str, plant: Any, name: str, where: str, *, over_http: bool) -> str:
     """Compare a pair with a fault; return what to count it as."""
     trainer, served, reference = _pair(model, precision)
-    engine = served
-    if plant is helpers.NoBos:
-        engine = helpers.NoBos(served, 12)
-    else:
-        plant(served)
-    try:
-        found = hl.parity(trainer, engine, helpers.prompts(8, 5), reference=reference, new_tokens=12)
-    finally:
-        if engine is not served:
-            engine.close()
+    with ExitStack() as stack:
+        if plant is helpers.NoBos:
+            engine: Any = helpers.NoBos(served, 12)
+            stack.callback(engine.close)
+        else:
+            plant(served)
+            engine = stack.enter_context(helpers.served(served)) if over_http else served
+        found = hl.parity(trainer, engine, helpers.texts(16, 5), reference=reference, new_tokens=24)
     cause = found.cause
-    verdict = "unsure" if cause is None or cause.name == "unsure" else "other"
-    if cause is not None and cause.name == name and cause.where.startswith(where):
+    verdict = "unsure" if cause is not None and cause.name == "unsure" else "other"
+    if cause is None:
+        verdict = "unseen"
+    elif cause.name == name and cause.where.startswith(where.removesuffix(".weight")):  # states know of modules
         verdict = "named"
-    print(f"{verdict:<6} {plant.__name__} {precision}: {found.sentence}", flush=True)
-    return f"fault {precision}: {verdict}"
+    way = "over HTTP" if over_http else "in process"
+    print(f"{verdict:<6} {plant.__name__} {precision} {way}: {found.sentence}", flush=True)
+    return f"fault {precision} {way}: {verdict}"
 
 
 if __name__ == "__main__":

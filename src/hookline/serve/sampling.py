@@ -44,9 +44,14 @@ def choose(logits: Tensor, requests: Sequence[GenerationRequest], draws: Sequenc
         ids = ids.index_copy(0, rows, picked)
     ids = torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN)  # the largest of a row with a NaN is NaN
     chosen = [ChosenToken(token) for token in ids.tolist()]
-    for row, request in enumerate(requests):
-        if request.logprobs is not None and chosen[row].id != NO_TOKEN:
-            chosen[row] = _with_logprobs(logits[row], chosen[row].id, request.logprobs)
+    counts = [request.logprobs if chosen[row].id != NO_TOKEN else None for row, request in enumerate(requests)]
+    asked = [row for row, count in enumerate(counts) if count is not None]
+    if asked:
+        rows = torch.tensor(asked, device=logits.device)
+        most = max(count for count in counts if count is not None)
+        found = _with_logprobs(logits.index_select(0, rows), ids.index_select(0, rows), most)
+        for row, token in zip(asked, found, strict=True):
+            chosen[row] = token._replace(top_logprobs=token.top_logprobs[: counts[row]])
     return chosen
 
 
@@ -78,8 +83,10 @@ def _draw(logits: Tensor, requests: Sequence[GenerationRequest], draws: Sequence
     return ids.gather(1, place).squeeze(1)
 
 
-def _with_logprobs(logits: Tensor, token: int, count: int) -> ChosenToken:
+def _with_logprobs(logits: Tensor, ids: Tensor, count: int) -> list[ChosenToken]:
+    """Return the tokens of all rows with log-probs, of the likeliest too; a row by itself waits for a GPU thrice."""
     scores = logits.log_softmax(-1)
-    best = scores.topk(min(count, len(scores)))
-    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return ChosenToken(token, scores[token].item(), top)
+    best = scores.topk(min(count, scores.shape[-1]))
+    own = scores.gather(1, ids[:, None])[:, 0]
+    each = zip(ids.tolist(), own.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [ChosenToken(id, score, tuple(zip(likeliest, values, strict=True))) for id, score, likeliest, values in each]

@@ -7,7 +7,7 @@ gap, or if one layer stands out and healing it closes the gap; all else is "unsu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hookline.debug.parity.scoring import HEAD, LayerErrors, Pair
+from hookline.debug.parity.scoring import HEAD, LayerError, Pair
 from hookline.debug.parity.sides import EngineSide
 from hookline.errors import HooklineError
 from hookline.messages import listed
@@ -31,6 +31,7 @@ _LOOKED_INSIDE: Final = 8
 """So many sequences are looked at inside of the worst layer."""
 _TIES: Final = 0.05
 """Fewer tokens than this went to other experts: ties of the router."""
+Errors = Mapping[str, LayerError]
 
 
 @dataclass(frozen=True)
@@ -49,39 +50,49 @@ class Cause:
 
 
 def find_cause(
-    pair: Pair, engine: EngineSide, tell: Callable[[str], None]
-) -> tuple[Cause | None, LayerErrors | None, LayerErrors | None]:
-    """Return the cause, the errors of layers, and those inside of the worst; None where there is nothing to tell.
+    pair: Pair, engine: EngineSide, layers: Errors, before: float, tell: Callable[[str], None]
+) -> tuple[Cause | None, Errors]:
+    """Return the cause, None where there is nothing to tell; and the errors inside of the worst layer, if it was asked.
 
     Args:
         pair: The two sides.
         engine: The engine, to be asked for more states.
+        layers: The local errors; empty if the engine gives no states.
+        before: The gap.
         tell: Is told what begins.
     """
-    layers = inside = None
-    before = pair.gap(pair.trainer.score(pair.answers))
-    if all(answer.states for answer in pair.answers):
-        tell("layers: the engine's hidden states in the trainer")
-        layers = pair.errors(pair.answers, pair.trainer.sites)
-    cause = None if engine.model is None else _other_parameters(pair, engine.model, layers)
+    inside: Errors = {}
     is_beyond = before > pair.most
-    if cause is None and is_beyond:
+    bad = _worst_first(layers)
+    cause = None if engine.model is None else _other_parameters(pair, engine.model, layers)
+    if cause is not None or not (is_beyond or bad):
+        return cause, inside
+    cause = _ties(pair, layers, bad)
+    if cause is not None:
+        return cause, inside
+    if is_beyond or bad == [HEAD] or set(pair.trainer.blocks) <= set(bad):  # those of the head, or of every layer
         tell("causes: known faults are tried on the trainer")
         cause = _imitated(pair, before, layers)
-    if cause is None and layers is not None and (is_beyond or layers.bad):
-        cause, inside = _from_layers(pair, engine, layers, before, tell)
-        is_sure = is_beyond or pair.healthy is not None or not pair.is_wide or cause.name in ("unsure", "router ties")
-        if not is_sure:  # in 16 bits a small fault of all layers stands out in one alone
-            return _unsure("errors of layers stand out; save a healthy pair to compare with"), layers, inside
-    elif cause is None and is_beyond:
+    if cause is None and not layers:
         cause = _unsure("no known fault closes it, and the engine gives no hidden states")
-    if cause is not None and cause.name == "unsure" and not is_beyond:
-        cause = None
-    return cause, layers, inside
+    elif cause is None:
+        cause, inside = _from_layers(pair, engine, layers, before, tell)
+        if cause.name == "unsure" and not is_beyond:
+            cause = None
+        elif not is_beyond and pair.is_wide and pair.healthy is None:
+            # in 16 bits a small fault of all layers stands out in one alone
+            cause = _unsure("errors of layers stand out; save a healthy pair to compare with")
+    return cause, inside
 
 
-def _head_text(layers: LayerErrors | None) -> str:
-    stays = "" if layers is None else f"; {layers.each[HEAD].found:.2g} stays when all layers are healed"
+def _worst_first(layers: Errors) -> list[str]:
+    """Return the modules with more error than expected."""
+    beyond = [name for name, error in layers.items() if error.is_beyond]
+    return sorted(beyond, key=lambda name: -layers[name].times)
+
+
+def _head_text(layers: Errors) -> str:
+    stays = f"; {layers[HEAD].found:.2g} stays when all layers are healed" if layers else ""
     return f"another dtype or other weights of the head{stays}"
 
 
@@ -92,7 +103,7 @@ def _unsure(text: str) -> Cause:
 # -- parameters --------------------------------------------------------------------------------------------------
 
 
-def _other_parameters(pair: Pair, model: torch.nn.Module, layers: LayerErrors | None) -> Cause | None:
+def _other_parameters(pair: Pair, model: torch.nn.Module, layers: Errors) -> Cause | None:
     """Return a cause if parameters of the engine's model differ from the trainer's."""
     ours = dict(pair.trainer.inner.named_parameters())
     theirs = dict(unwrap(model).named_parameters())
@@ -103,7 +114,7 @@ def _other_parameters(pair: Pair, model: torch.nn.Module, layers: LayerErrors | 
         return Cause("head", pair.trainer.head, _head_text(layers))
     blocks = {next((block for block in pair.trainer.blocks if name.startswith(f"{block}.")), None) for name in differ}
     block = blocks.pop() if len(blocks) == 1 else None
-    stays = None if block is None or layers is None else pair.healed_gap(block)
+    stays = pair.healed_gap(block) if block is not None and layers else None
     where = differ[0] if len(differ) == 1 else block or f"{len(differ)} of {len(ours)} parameters"
     if all(_is_permuted(ours[name], theirs[name]) for name in differ):
         return Cause("experts", where, "experts stand in each other's place", stays)
@@ -126,11 +137,12 @@ def _is_permuted(ours: Tensor, theirs: Tensor) -> bool:
 # -- faults that are imitated ------------------------------------------------------------------------------------
 
 
-def _imitated(pair: Pair, before: float, layers: LayerErrors | None) -> Cause | None:
+def _imitated(pair: Pair, before: float, layers: Errors) -> Cause | None:
     """Return the fault that closes the gap best when the trainer has it too; None if none closes it."""
-    faults = [_temperature, _beginning, _positions, _rope]
-    if layers is not None and layers.bad:
-        faults = faults[1:] if any(name in pair.trainer.blocks for name in layers.bad) else faults[:1]
+    faults: Sequence[Callable[[Pair], Iterator[Cause]]] = (_temperature, _tokens_and_positions, _rope)
+    bad = _worst_first(layers)
+    if bad:
+        faults = faults[1:] if any(name in pair.trainer.blocks for name in bad) else faults[:1]
     found = [cause for try_fault in faults for cause in try_fault(pair)]
     best = min(found, key=lambda cause: cause.stays or 0.0, default=None)
     enough = min(max(pair.most, 0.02 * before), _CLOSES * before)
@@ -139,28 +151,23 @@ def _imitated(pair: Pair, before: float, layers: LayerErrors | None) -> Cause | 
 
 def _temperature(pair: Pair) -> Iterator[Cause]:
     own = pair.trainer.temperature
-    divisor, stays = _least(
-        lambda each: pair.gap(pair.trainer.of(temperature=each).score(pair.answers)), own / 2, own * 2
-    )
+    divisor, stays = _least(lambda each: pair.gap(pair.trainer.of(temperature=each)), own / 2, own * 2)
     text = f"the engine's logits are divided by {divisor:.3g}, the trainer's by {own:.3g}"
     yield Cause("temperature", "sampling", text, stays)
 
 
-def _beginning(pair: Pair) -> Iterator[Cause]:
-    bos = pair.trainer.inner.config.bos_token_id
+def _tokens_and_positions(pair: Pair) -> Iterator[Cause]:
+    bos = pair.trainer.inner.config.bos_token_id or 0
     cut = [replace(each, ids=each.ids[1:], prompt=each.prompt - 1) for each in pair.answers]
-    longer = [replace(each, ids=[bos or 0, *each.ids], prompt=each.prompt + 1) for each in pair.answers]
+    longer = [replace(each, ids=[bos, *each.ids], prompt=each.prompt + 1) for each in pair.answers]
+    seen = {"the engine has put a BOS before the prompt": longer}
     if all(len(each.logprobs) < len(each.ids) for each in cut):
-        stays = pair.gap(pair.trainer.score(cut))
-        yield Cause("tokens", "first token", "the engine has not seen the first token of the prompt (BOS)", stays)
-    stays = pair.gap(pair.trainer.score(longer))
-    yield Cause("tokens", "first token", "the engine has put a BOS before the prompt", stays)
-
-
-def _positions(pair: Pair) -> Iterator[Cause]:
+        seen["the engine has not seen the first token of the prompt (BOS)"] = cut
+    for text, answers in seen.items():
+        yield Cause("tokens", "first token", text, pair.gap(pair.trainer, answers))
     for shift in (1, -1):
-        stays = pair.gap(pair.trainer.score(pair.answers, shift=shift))
-        yield Cause("positions", "decode", f"positions of decoded tokens are off by {shift:+d} in the engine", stays)
+        text = f"positions of decoded tokens are off by {shift:+d} in the engine"
+        yield Cause("positions", "decode", text, pair.gap(pair.trainer, shift=shift))
 
 
 def _rope(pair: Pair) -> Iterator[Cause]:
@@ -176,7 +183,7 @@ def _rope(pair: Pair) -> Iterator[Cause]:
         try:
             for table in tables:
                 table.copy_(table.double().pow(math.log(other) / math.log(base)))
-            return pair.gap(pair.trainer.score(pair.answers))
+            return pair.gap(pair.trainer)
         finally:
             for table, old in zip(tables, kept, strict=True):
                 table.copy_(old)
@@ -199,37 +206,50 @@ def _least(gap: Callable[[float], float], low: float, high: float, rounds: int =
 # -- layers ------------------------------------------------------------------------------------------------------
 
 
+def _ties(pair: Pair, layers: Errors, bad: Sequence[str]) -> Cause | None:
+    """Return that routers chose other experts for a few tokens, if that is all that stands out, or nothing does."""
+    routers = pair.trainer.roles.get("router", [])
+    routed = [name for name in layers if any(router.startswith(f"{name}.") for router in routers)]
+    odd = bad or [name for name in routed if layers[name].affected]
+    if not odd or any(name not in routed or not 0 < layers[name].affected < _TIES for name in odd):
+        return None
+    stays = pair.healed_gap(max(odd, key=list(layers).index))
+    if stays > pair.most:
+        return None
+    share = max(layers[name].affected for name in odd)
+    return Cause("router ties", odd[0], f"{share:.1%} of the tokens went to other experts", stays)
+
+
 def _from_layers(
-    pair: Pair, engine: EngineSide, layers: LayerErrors, before: float, tell: Callable[[str], None]
-) -> tuple[Cause, LayerErrors | None]:
+    pair: Pair, engine: EngineSide, layers: Errors, before: float, tell: Callable[[str], None]
+) -> tuple[Cause, Errors]:
     """Return the layer that stands out, confirmed by healing it, and the errors inside of it."""
-    bad, each = layers.bad, layers.each
+    bad = _worst_first(layers)
     blocks = [name for name in bad if name in pair.trainer.blocks]
-    if bad[:1] == [HEAD] and all(each[HEAD].times >= 1.5 * each[name].times for name in blocks):
-        return Cause("head", pair.trainer.head, _head_text(layers), each[HEAD].found), None
+    if bad[:1] == [HEAD] and all(layers[HEAD].times >= 1.5 * layers[name].times for name in blocks):
+        return Cause("head", pair.trainer.head, _head_text(layers), layers[HEAD].found), {}
     if not blocks:
         outer = [name for name in bad if name != HEAD]
         if not outer:
-            return _unsure("no layer stands out; save a healthy pair to compare with"), None
-        return Cause("weights", outer[0], f"its outputs are {each[outer[0]].times:.2g} x as far apart as usual"), None
-    if len(blocks) > len(pair.trainer.blocks) / 2 and len(pair.trainer.blocks) > 1:
-        text = (
-            f"{len(blocks)} of {len(pair.trainer.blocks)} layers are off, each by itself: RoPE, mask, or a prefix cache"
-        )
-        return Cause("attention", "all layers", text), None
+            return _unsure("no layer stands out; save a healthy pair to compare with"), {}
+        return Cause("weights", outer[0], f"its outputs are {layers[outer[0]].times:.2g} x as far apart as usual"), {}
+    every = len(pair.trainer.blocks)
+    if 1 < every < 2 * len(blocks):
+        text = f"{len(blocks)} of {every} layers are off, each by itself: RoPE, mask, or a prefix cache"
+        return Cause("attention", "all layers", text), {}
     worst = blocks[0]
-    place = list(each).index(worst)
+    place = list(layers).index(worst)
     stays = pair.healed_gap(worst)
-    earlier = pair.healed_gap(list(each)[place - 1]) if place else before
+    earlier = pair.healed_gap(list(layers)[place - 1]) if place else before
     if stays > 0.95 * earlier or (len(blocks) > 1 and stays > pair.most):
-        return _unsure(f"{listed(blocks)} stand out, but healing {worst} leaves {stays:.2g} of {earlier:.2g}"), None
+        return _unsure(f"{listed(blocks)} stand out, but healing {worst} leaves {stays:.2g} of {earlier:.2g}"), {}
     tell(f"inside of {worst}")
     inside = _inside(pair, engine, worst)
     healed = f"healing it takes the gap from {earlier:.2g} to {stays:.2g}"
-    return replace(_part_of(pair, layers, worst, inside, healed), stays=stays), inside
+    return replace(_part_of(pair, worst, inside, healed), stays=stays), inside
 
 
-def _inside(pair: Pair, engine: EngineSide, block: str) -> LayerErrors | None:
+def _inside(pair: Pair, engine: EngineSide, block: str) -> Errors:
     """Return the errors of the modules inside of a block, given the engine's inputs of each."""
     own = [
         f"{block}.{name}"
@@ -242,8 +262,9 @@ def _inside(pair: Pair, engine: EngineSide, block: str) -> LayerErrors | None:
         answers = engine.rescore(pair.answers[:_LOOKED_INSIDE], names)
     except HooklineError as error:
         engine.facts["inside"] = f"{block} was not looked into: {error}"
-        return None
-    return pair.errors(answers, names, inside=True)
+        return {}
+    errors = pair.errors(answers, pair.twin.run(answers, names=names))
+    return {name: error for name, error in errors.items() if name != HEAD}
 
 
 def _parts(pair: Pair, block: str) -> list[str]:
@@ -252,14 +273,10 @@ def _parts(pair: Pair, block: str) -> list[str]:
     return [name for role in ("attn", "mlp") for name in roles.get(role, []) if name.startswith(f"{block}.")]
 
 
-def _part_of(pair: Pair, layers: LayerErrors, block: str, inside: LayerErrors | None, healed: str) -> Cause:
+def _part_of(pair: Pair, block: str, inside: Errors, healed: str) -> Cause:
     """Return what inside of a layer is off."""
-    errors = torch.cat(layers.tokens[block])
-    affected = float((errors > 4 * errors.median()).double().mean())
     is_mixture = any(name.startswith(f"{block}.") for name in pair.trainer.roles.get("router", []))
-    if is_mixture and 0 < affected < _TIES:
-        return Cause("router ties", block, f"{affected:.1%} of the tokens went to other experts; {healed}")
-    bad = [name for name in (inside.bad if inside is not None else ()) if name.startswith(f"{block}.")]
+    bad = [name for name in _worst_first(inside) if name.startswith(f"{block}.")]
     if not bad:
         return Cause("layer", block, healed)
     linears = [name for name in bad if not name.endswith("o_proj") and name not in _parts(pair, block)]

@@ -7,7 +7,6 @@ same tokens with the trainer and with its weights in higher precision (`Scorer`)
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.debug.parity.causes import Cause, find_cause
+from hookline.debug.parity.causes import find_cause
 from hookline.debug.parity.result import Group, Parity, measure_gap, ratio_histogram, read_healthy, worst_tokens
-from hookline.debug.parity.scoring import Answer, Pair, Scorer, apart, rms
+from hookline.debug.parity.scoring import Answer, LayerError, Pair, Scorer, apart, rms
 from hookline.debug.parity.sides import EngineSide, Request, open_engine
 from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
@@ -76,58 +75,70 @@ def parity(
             tokens that are cut differently. All that is found before the engine runs.
     """
     began = time.monotonic()
+    is_address = isinstance(engine, str) and "://" in engine
+    side = open_engine(engine) if is_address else None  # before the trainer is loaded, as it is quick
     if isinstance(trainer, str | Path):
         trainer, own = load(trainer, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer or own
     scorer = Scorer(trainer, batch)
     known = None if healthy is None else read_healthy(healthy, scorer.sites)
     given = [_read(f"Sequence {number}", each, tokenizer, scorer) for number, each in enumerate(sequences)]
-    if len({len(each.logprobs) > 0 for each in given}) != 1:
+    are_recorded = {len(each.logprobs) > 0 for each in given}
+    if len(are_recorded) != 1:
         raise OptionError("There are no sequences, or some have a completion and some have none; give all of one kind.")
-    if engine is None and not len(given[0].logprobs):
+    if engine is None and are_recorded != {True}:
         raise OptionError("Without an engine every sequence needs a completion and its log-probs.")
     progress(f"engine: {counted(len(given), 'sequence')}")
-    side = open_engine(engine)
+    side = side or open_engine(engine)
     try:
-        if side.vocabulary not in (None, scorer.vocabulary):
-            raise OptionError(
-                f"The trainer has a vocabulary of {scorer.vocabulary} tokens and the engine one of {side.vocabulary}: "
-                "they are not the same model."
-            )
-        scorer.temperature = temperature if side.applies_temperature else 1.0
-        how = Request(new_tokens, temperature, scorer.sites, watched)
-        answers, mistake = _answers(side, given, how, scorer.vocabulary)
-        engines = [answer.logprobs for answer in answers]
+        side.meet(scorer.vocabulary)
+        scorer.temperature = temperature if side.applies_temperature or are_recorded == {True} else 1.0
+        answers = _answers(side, given, Request(new_tokens, temperature, scorer.sites, watched), scorer.vocabulary)
         progress("trainer: the same tokens")
-        ours = scorer.score(answers)
+        looked_at = answers[:watched]
+        sites = scorer.sites if all(answer.states for answer in looked_at) else []
+        ours = scorer.run(answers, names=sites, kept=len(looked_at))
         progress("yardstick: the trainer's weights in higher precision")
         higher = torch.float64 if scorer.dtype.itemsize >= 4 else torch.float32
         exact = scorer.of(reference) if reference is not None else _in_precision(scorer, higher)
+        true = exact.run(answers).logprobs
         twin = _in_precision(scorer, side.dtype or scorer.dtype)
-        true = exact.score(answers)
-        off, twin_off = (rms(apart(each, true)) for each in (ours, ours if twin is scorer else twin.score(answers)))
-        pair = Pair(scorer, twin, exact, answers[:watched], max(math.hypot(off, twin_off), 1e-9), known)
+        theirs = ours if twin is scorer else twin.run(answers, names=sites, kept=len(looked_at))
+        rounding = [torch.cat(apart(each.logprobs, true)) for each in (ours, theirs)]
+        engines = [answer.logprobs for answer in answers]
+        gap = measure_gap(answers, ours, getattr(tokenizer, "all_special_ids", ()))
+        pair = Pair(scorer, twin, exact, looked_at, *_yardstick(rounding), known)
         progress("noise: each side against itself")
-        noise = _noise(pair, side, ours[:watched])
-        cause, layers, inside = find_cause(pair, side, progress)
+        noise = _noise(pair, side, ours.logprobs[:watched])
+        before = rms(apart(engines[:watched], ours.logprobs[:watched]))
+        layers: dict[str, LayerError] = {}
+        if sites:
+            progress("layers: the engine's hidden states in the trainer")
+            layers = pair.errors(looked_at, theirs, known)
+        cause, inside = find_cause(pair, side, layers, before, progress)
     finally:
         side.close()
-    gap = measure_gap(answers, ours, scorer.is_likeliest(answers), getattr(tokenizer, "all_special_ids", ()))
     return Parity(
         gap=gap,
         yardstick=pair.yardstick,
         precision=pair.precision,
         is_beyond=gap.rms > pair.most,
-        cause=mistake or cause,
-        distances={"trainer": off, "engine": rms(apart(engines, true))},
+        cause=cause,
+        distances={"trainer": rms(rounding[:1]), "engine": rms(apart(engines, true))},
         noise=noise,
-        layers=layers.each if layers else {},
-        inside=inside.each if inside else {},
+        layers=layers,
+        inside=inside,
         worst=worst_tokens(answers, ours, tokenizer.decode if tokenizer else lambda ids: " ".join(map(str, ids))),
-        ratios=ratio_histogram(torch.cat(apart(engines, ours)), 2**0.5 * torch.cat(apart(ours, true))),
+        ratios=ratio_histogram(torch.cat(apart(engines, ours.logprobs)), 2**0.5 * rounding[0]),
         facts={"trainer": f"{type(scorer.inner).__name__}, {scorer.dtype}", "engine": side.name, **side.facts},
         seconds=time.monotonic() - began,
     )
+
+
+def _yardstick(rounding: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the gap that the rounding of both sides explains, and the standard error of its square, against that."""
+    squares = rounding[0].square() + rounding[1].square()
+    return max(float(squares.mean().sqrt()), 1e-9), float(squares.norm() / squares.sum().clamp(min=1e-300))
 
 
 # -- what is compared --------------------------------------------------------------------------------------------
@@ -142,11 +153,8 @@ def _read(where: str, value: Any, tokenizer: Any, scorer: Scorer) -> Answer:
     if completion is None:
         return Answer(ids, len(ids), torch.empty(0))
     more = _ids(where, completion, tokenizer, scorer, special=False)
-    if (
-        isinstance(prompt, str)
-        and isinstance(completion, str)
-        and _ids(where, prompt + completion, tokenizer, scorer) != ids + more
-    ):
+    are_texts = isinstance(prompt, str) and isinstance(completion, str)
+    if are_texts and _ids(where, prompt + completion, tokenizer, scorer) != ids + more:
         raise OptionError(
             f"{where} is cut into other tokens as a whole than as prompt and completion; give token ids, as sampled."
         )
@@ -170,33 +178,25 @@ def _ids(where: str, value: Any, tokenizer: Any, scorer: Scorer, *, special: boo
     return list(value)
 
 
-def _answers(
-    side: EngineSide, given: Sequence[Answer], how: Request, vocabulary: int
-) -> tuple[list[Answer], Cause | None]:
-    """Return what the engine answers, and a cause if it saw other tokens than it was asked."""
-    if len(given[0].logprobs):
-        states = side.rescore(given[: how.watched], how.layers) if side.gives_states else []
-        answers = [
-            *(replace(old, states=new.states) for old, new in zip(given, states, strict=False)),
-            *given[len(states) :],
-        ]
-    else:
+def _answers(side: EngineSide, given: Sequence[Answer], how: Request, vocabulary: int) -> list[Answer]:
+    """Return what the engine answers; raise if it lacks log-probs, or has run other tokens than it was asked."""
+    answers = list(given)
+    if not len(given[0].logprobs):
         answers = side.ask([each.ids for each in given], how)
-    mistake = None
+    elif side.gives_states:
+        again = side.rescore(given[: how.watched], how.layers)
+        answers[: len(again)] = [replace(old, states=new.states) for old, new in zip(given, again, strict=False)]
     for number, (answer, asked) in enumerate(zip(answers, given, strict=True)):
         if not 0 < len(answer.logprobs) < len(answer.ids) or not bool(answer.logprobs.isfinite().all()):
             raise OptionError(f"The engine's log-probs of sequence {number} are missing or not finite.")
         if max(answer.ids) >= vocabulary:
             raise OptionError(f"The engine gives token {max(answer.ids)}; the trainer knows {vocabulary} tokens.")
-        if answer.ids[: answer.prompt] != asked.ids[: asked.prompt]:
-            said = f"it was asked {asked.ids[:6]} and ran {answer.ids[:6]} (BOS, or another chat template)"
-            mistake = mistake or Cause("tokens", f"prompt of sequence {number}", said)
-            ids = [
-                *asked.ids[: asked.prompt],
-                *answer.ids[answer.prompt :],
-            ]  # the trainer scores what it would have run
-            answers[number] = replace(answer, ids=ids, prompt=asked.prompt, states={})
-    return answers, mistake
+        if answer.ids[: asked.prompt] != asked.ids[: asked.prompt]:
+            raise OptionError(
+                f"The engine was asked {asked.ids[:6]} in sequence {number} and ran {answer.ids[:6]}: BOS, or another "
+                "chat template. Give it token ids."
+            )
+    return answers
 
 
 # -- the sides in other ways -------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ def _noise(pair: Pair, side: EngineSide, ours: list[Tensor]) -> dict[str, Group]
     trainer, answers = pair.trainer, pair.answers
     engine = [answer.logprobs for answer in answers]
     found = {
-        f"trainer, batch of 1 against {trainer.batch}": apart(trainer.of(batch=1).score(answers), ours),
-        "trainer, padded left against right": apart(trainer.score(answers, left=True), ours),
+        f"trainer, batch of 1 against {trainer.batch}": apart(trainer.of(batch=1).run(answers).logprobs, ours),
+        "trainer, padded left against right": apart(trainer.run(answers, left=True).logprobs, ours),
     }
     if side.model is not None:
-        found["engine, again in one piece"] = apart(Scorer(side.model).score(answers), engine)
+        found["engine, again in one piece"] = apart(Scorer(side.model).run(answers).logprobs, engine)
     elif side.scores_prompts:
         found["engine, again in one piece"] = apart([each.logprobs for each in side.rescore(answers)], engine)
     return {name: Group.of(torch.cat(parts)) for name, parts in found.items()}
@@ -222,6 +222,7 @@ def _in_precision(scorer: Scorer, dtype: torch.dtype) -> Scorer:
     if dtype == scorer.dtype:
         return scorer
     made = copy.deepcopy(scorer.inner).to(dtype)
+    made.__dict__.pop("forward", None)  # accelerate's stays that of the trainer's model, and its autocast
     if hasattr(made, "set_experts_implementation"):
         made.set_experts_implementation("eager")  # the fast one knows no float64
     return scorer.of(made)

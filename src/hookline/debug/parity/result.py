@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.debug.parity.causes import Cause
-from hookline.debug.parity.scoring import Answer, LayerError, apart, rms
+from hookline.debug.parity.scoring import Answer, LayerError, Scored, apart, rms
 from hookline.errors import OptionError
 from hookline.files import replace_file
 from hookline.tables import Table
@@ -33,28 +33,37 @@ _STYLE: Final = ":root { color-scheme: light dark } body { margin: 24px; font: 1
 
 @dataclass(frozen=True)
 class Group:
-    """Some tokens: how many, how far apart, and the share whose ratio, trainer over engine, is outside [0.9, 1.1]."""
+    """Differences of two log-probs of some tokens, in nats: engine minus trainer, or a side minus itself run anew."""
 
     tokens: int
+    mean: float
+    """With its sign."""
     rms: float
+    p99: float
+    """Of the sizes, as the next."""
+    max: float
     outside: float
+    """The share of tokens whose ratio of probabilities is outside [0.9, 1.1]."""
 
     @classmethod
     def of(cls, differences: Tensor) -> Group:
-        """Return the numbers of differences of log-probs, engine minus trainer."""
-        ratio = (-differences).exp()
-        return cls(len(ratio), rms([differences]), float(((ratio < 0.9) | (ratio > 1.1)).double().mean()))
+        """Return the numbers of differences."""
+        size, ratio = differences.abs(), (-differences).exp()
+        outside = float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
+        p99 = float(size.quantile(0.99))
+        return cls(len(ratio), float(differences.mean()), rms([differences]), p99, float(size.max()), outside)
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table."""
+        sizes = (f"{self.mean:+.2g}", f"{self.rms:.2g}", f"{self.p99:.2g}", f"{self.max:.2g}")
+        return (str(self.tokens), *sizes, f"{self.outside:.1%}")
 
 
 @dataclass(frozen=True)
 class Gap(Group):
-    """The difference of two log-probs of each token, engine minus trainer, in nats."""
+    """The differences of all tokens, and of groups of them."""
 
-    mean: float
-    """With its sign: the engine's log-probs are higher by this. The next three are of its size."""
     p50: float
-    p99: float
-    max: float
     other_likeliest: float | None
     """The share of tokens that are the likeliest for one side and not for the other; None if that is not known."""
     by_position: dict[str, Group]
@@ -63,36 +72,32 @@ class Gap(Group):
     by_sequence: list[Group]
 
 
-def measure_gap(
-    answers: Sequence[Answer], trainer: Sequence[Tensor], is_likeliest: Sequence[list[bool]], special: Collection[int]
-) -> Gap:
+def measure_gap(answers: Sequence[Answer], trainer: Scored, special: Collection[int]) -> Gap:
     """Return how far the engine's log-probs are from the trainer's.
 
     Args:
         answers: The sequences with the engine's log-probs.
-        trainer: The trainer's of the same tokens.
-        is_likeliest: Whether each is the trainer's likeliest.
+        trainer: What the trainer gave for them.
         special: The tokens that the tokenizer calls special.
     """
-    parts = apart([answer.logprobs for answer in answers], trainer)
+    parts = apart([answer.logprobs for answer in answers], trainer.logprobs)
     every = torch.cat(parts)
-    size = every.abs()
-    known = [(answer.is_likeliest, ours) for answer, ours in zip(answers, is_likeliest, strict=True)]
-    differ = [one != other for theirs, ours in known if theirs for one, other in zip(theirs, ours, strict=True)]
+    likeliest = [
+        (answer.logprobs >= answer.top) != ours
+        for answer, ours in zip(answers, trainer.is_likeliest, strict=True)
+        if len(answer.top)
+    ]
     ids = torch.cat([answer.scored for answer in answers])
     is_special = torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long))
-    is_rare = (torch.cat(list(trainer)) < _RARE) & ~is_special
+    is_rare = (torch.cat(trainer.logprobs) < _RARE) & ~is_special
     is_prefill = torch.cat(
         [torch.arange(len(each.ids) - len(each.logprobs), len(each.ids)) <= each.prompt for each in answers]
     )
     classes = {"special": is_special, "rare (p < 1 %)": is_rare, "other": ~is_special & ~is_rare}
     return Gap(
         **asdict(Group.of(every)),
-        mean=float(every.mean()),
-        p50=float(size.quantile(0.5)),
-        p99=float(size.quantile(0.99)),
-        max=float(size.max()),
-        other_likeliest=sum(differ) / len(differ) if differ else None,
+        p50=float(every.abs().quantile(0.5)),
+        other_likeliest=float(torch.cat(likeliest).double().mean()) if likeliest else None,
         by_position=_groups(every, {"prefill": is_prefill, "decode": ~is_prefill}),
         by_class=_groups(every, classes),
         by_sequence=[Group.of(part) for part in parts],
@@ -117,17 +122,19 @@ class WorstToken:
 
 
 def worst_tokens(
-    answers: Sequence[Answer], trainer: Sequence[Tensor], text: Callable[[Sequence[int]], str], most: int = 12
+    answers: Sequence[Answer], trainer: Scored, text: Callable[[Sequence[int]], str], most: int = 12
 ) -> list[WorstToken]:
     """Return the tokens with the largest gaps; ``text`` decodes token ids."""
-    found = []
-    for number, (answer, scores) in enumerate(zip(answers, trainer, strict=True)):
-        begin = len(answer.ids) - len(scores)
-        for place, (theirs, ours) in enumerate(zip(answer.logprobs.tolist(), scores.tolist(), strict=True), begin):
-            found.append((abs(theirs - ours), number, place, ours, theirs))
+    found = [
+        (number, place, ours, theirs)
+        for number, (answer, scores) in enumerate(zip(answers, trainer.logprobs, strict=True))
+        for place, (ours, theirs) in enumerate(
+            zip(scores.tolist(), answer.logprobs.tolist(), strict=True), len(answer.ids) - len(scores)
+        )
+    ]
     return [
         WorstToken(n, at, text(answers[n].ids[max(0, at - 6) : at]), text(answers[n].ids[at : at + 1]), ours, theirs)
-        for _, n, at, ours, theirs in sorted(found, reverse=True)[:most]
+        for n, at, ours, theirs in sorted(found, key=lambda each: -abs(each[2] - each[3]))[:most]
     ]
 
 
@@ -158,9 +165,9 @@ class Parity:
     """How far each side is from the trainer's weights in higher precision, in nats rms."""
     noise: dict[str, Group]
     """Each side against itself: in other batches, padded on the other side, decoded or in one piece."""
-    layers: dict[str, LayerError]
+    layers: Mapping[str, LayerError]
     """The error of each layer by itself; empty if the engine gives no hidden states."""
-    inside: dict[str, LayerError]
+    inside: Mapping[str, LayerError]
     """The same of the modules inside of the worst layer."""
     worst: list[WorstToken]
     ratios: dict[str, list[float]]
@@ -192,13 +199,14 @@ class Parity:
 
     def __str__(self) -> str:
         gap = self.gap
-        groups: dict[str, Group] = {"all": gap, **gap.by_position, **gap.by_class, **self.noise}
-        rows = [(name, f"{each.tokens}", f"{each.rms:.2g}", f"{each.outside:.1%}") for name, each in groups.items()]
-        rows += [(f"{side} from higher precision", "", f"{off:.2g}", "") for side, off in self.distances.items()]
-        rows += [("what rounding explains", "", f"{self.yardstick:.2g}", "")]
+        groups: dict[str, Group] = {"engine against trainer": gap, **gap.by_position, **gap.by_class, **self.noise}
+        rows = [(name, *each.row()) for name, each in groups.items()]
+        rows += [(f"{side} from higher precision", "", "", f"{off:.2g}") for side, off in self.distances.items()]
+        rows.append(("what rounding explains", "", "", f"{self.yardstick:.2g}"))
+        rows = [(*row, *[""] * (7 - len(row))) for row in rows]
         other = "" if gap.other_likeliest is None else f", likeliest for one side alone {gap.other_likeliest:.2%}"
-        size = f"mean {gap.mean:+.2g}, p50 {gap.p50:.2g}, p99 {gap.p99:.2g}, max {gap.max:.2g}{other}"
-        tables = [Table(("tokens", "count", "rms", "outside"), rows, numbers=(1, 2, 3), foot=(size,))]
+        header = ("tokens", "count", "mean", "rms", "p99", "max", "outside")
+        tables = [Table(header, rows, numbers=range(1, 7), foot=(f"p50 {gap.p50:.2g}{other}",))]
         for title, errors in (("local error of a layer", self.layers), ("inside of the worst", self.inside)):
             cells = [(n, f"{e.found:.2g}", f"{e.expected:.2g}", f"{e.times:.1f} x") for n, e in errors.items()]
             tables += [Table((title, "found", "expected", ""), cells, numbers=(1, 2, 3))] if cells else []

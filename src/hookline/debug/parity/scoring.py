@@ -1,4 +1,4 @@
-"""Score token sequences with a transformers model, and read or replace what its modules return meanwhile.
+"""Run token sequences through a transformers model: log-probs, and what its modules return or are made to return.
 
 `parity` and its parts call `Scorer`: for the trainer, for its copies in other precisions, and for an engine whose model
 is in this process. It calls `attach`, `stream_of` and `with_stream`. `find_cause` calls `Pair`.
@@ -12,8 +12,8 @@ its copy of higher precision says how large an error of rounding is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +30,7 @@ from hookline.sites.wrappers import unwrap
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
-__all__ = ["HEAD", "Answer", "LayerError", "LayerErrors", "Pair", "Scorer", "States", "apart", "rms"]
+__all__ = ["HEAD", "Answer", "LayerError", "Pair", "Scored", "Scorer", "States", "apart", "rms"]
 
 HEAD: Final = "head"
 _WIDE: Final = 2e-4
@@ -49,8 +49,8 @@ class Answer:
     """How many of them are the prompt."""
     logprobs: Tensor
     """Of the last tokens, as many as it has: float64, on the host."""
-    is_likeliest: list[bool] | None = None
-    """Whether each of these is the engine's likeliest token."""
+    top: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The log-probs of the engine's likeliest tokens in their places; empty if it does not give these."""
     states: States = field(default_factory=dict)
     """Outputs of modules at all tokens but the last."""
 
@@ -70,32 +70,37 @@ def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
     return [first - second for first, second in zip(one, other, strict=True)]
 
 
-class Tap:
-    """Keep what modules return for each sequence; with ``put``, measure how far it is from that, and replace it.
+class Scored:
+    """What a model gave for sequences, each by its number.
 
     Args:
-        names: The modules.
-        put: For each sequence, what to put in place of their outputs.
+        count: How many sequences.
+        kept: Of so many the outputs of modules are kept.
+        put: For each sequence, what was put in place of the outputs of modules.
     """
 
-    def __init__(self, names: Sequence[str], put: Sequence[States] | None = None) -> None:
-        self.names = list(names)
-        self.states: dict[int, dict[str, Tensor]] = {}
-        """By sequence, then module: what was returned, if nothing was put."""
-        self.errors: dict[str, dict[int, Tensor]] = {}
-        """By module, then sequence: for each token, the norm of the difference against the norm of what was put."""
+    def __init__(self, count: int, kept: int, put: Sequence[States] | None) -> None:
+        self.logprobs = [torch.empty(0)] * count
+        """Of the last tokens, as many as the engine gave: float64, on the host."""
+        self.is_likeliest = [torch.empty(0)] * count
+        """Whether each of these is the model's likeliest token."""
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(kept)]
+        """What the modules returned, if nothing was put; of the first sequences."""
+        self.errors: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        """For each token, how far the output of a module was from what was put there, against the norm of that."""
         self.rows: list[tuple[int, int, slice]] = []
         """Which sequence stands in which row and columns of the next forward."""
         self._put = put
 
     def hook(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> Any:
-        """Read the output of one module, or replace it."""
+        """Read the output of one module, or measure and replace it."""
         stream = stream_of(module, output)
         if stream is None or stream.dim() != 3:
             return None
         if self._put is None:
             for number, row, columns in self.rows:
-                self.states.setdefault(number, {})[site.name] = stream[row, columns][:-1].detach().clone()
+                if number < len(self.states):
+                    self.states[number][site.name] = stream[row, columns][:-1].detach().clone()
             return None
         new = stream.clone()
         for number, row, columns in self.rows:
@@ -107,14 +112,13 @@ class Tap:
                     "it is another model, or left out tokens that it had cached."
                 )
             off = (place.double() - rows.double()).norm(dim=-1)
-            errors = off / rows.double().norm(dim=-1).clamp(min=1e-300)
-            self.errors.setdefault(site.name, {})[number] = errors.cpu()
+            self.errors[number][site.name] = (off / rows.double().norm(dim=-1).clamp(min=1e-300)).cpu()
             place.copy_(rows)
         return with_stream(module, output, new)
 
 
 class Scorer:
-    """Compute log-probs of given tokens with a causal language model of transformers.
+    """Run token sequences through a causal language model of transformers.
 
     Args:
         model: The model; it is run in eval mode, and put back into the mode it was in.
@@ -126,85 +130,71 @@ class Scorer:
         inner: Any = unwrap(model)
         self.model, self.inner, self.batch, self.temperature = model, inner, batch, temperature
         if not hasattr(inner, "get_input_embeddings"):
-            raise OptionError(
-                f"A trainer's model is a causal language model of transformers, got {type(inner).__name__}."
-            )
+            raise OptionError(f"parity takes a causal language model of transformers, got {type(inner).__name__}.")
         embedding: Tensor = inner.get_input_embeddings().weight
-        self.device, self.dtype, self.vocabulary = embedding.device, embedding.dtype, int(embedding.shape[0])
+        self.device, self.dtype, self.vocabulary = embedding.device, embedding.dtype, len(embedding)
         self.roles = find_roles(model)
         self.blocks = self.roles.get("resid", [])
         self.head = self.roles.get("unembed", ["lm_head"])[0]
         self.sites = [*self.roles.get("embed", [])[:1], *self.blocks, *self.roles.get("final_norm", [])[:1]]
         """The modules whose outputs are compared: the embedding, the blocks and the last norm."""
 
-    def of(
-        self, model: nn.Module | None = None, *, batch: int | None = None, temperature: float | None = None
-    ) -> Scorer:
-        """Return a scorer that has something other than this one."""
+    def of(self, model: nn.Module | None = None, *, batch: int = 0, temperature: float = 0.0) -> Scorer:
+        """Return a scorer that has something other than this one; 0 is as here."""
         return Scorer(model or self.model, batch or self.batch, temperature or self.temperature)
 
-    def score(
-        self, answers: Sequence[Answer], *, left: bool = False, shift: int = 0, tap: Tap | None = None
-    ) -> list[Tensor]:
-        """Return the log-probs of the last tokens of each sequence, as many as its engine gave; float64, on the host.
+    @torch.no_grad()
+    def run(
+        self,
+        answers: Sequence[Answer],
+        *,
+        names: Sequence[str] = (),
+        kept: int | None = None,
+        put: Sequence[States] | None = None,
+        left: bool = False,
+        shift: int = 0,
+    ) -> Scored:
+        """Run sequences, and return what the model gave for each.
 
         Args:
             answers: The sequences.
+            names: The modules whose outputs are kept.
+            kept: Of so many sequences; of all if None.
+            put: For each sequence, what to put in place of the outputs of modules.
             left: Pad on the left.
             shift: Move the positions of the answers by so many.
-            tap: What to read or replace meanwhile.
         """
-        found: dict[int, Tensor] = {}
-        for number, logits in self._logits(answers, left, shift, tap):
-            chosen = logits.gather(-1, answers[number].scored.to(logits.device)[:, None])[:, 0]
-            found[number] = (chosen - logits.logsumexp(-1)).double().cpu()
-        return [found[number] for number in range(len(answers))]
-
-    def is_likeliest(self, answers: Sequence[Answer]) -> list[list[bool]]:
-        """Return for each token that has a log-prob whether it is the likeliest."""
-        every = {number: logits.argmax(-1).cpu() for number, logits in self._logits(answers)}
-        return [(every[number] == answer.scored).tolist() for number, answer in enumerate(answers)]
-
-    def captured(self, answers: Sequence[Answer], names: Sequence[str]) -> tuple[list[Tensor], list[States]]:
-        """Return the log-probs, and what the modules ``names`` returned for each sequence."""
-        tap = Tap(names)
-        scores = self.score(answers, tap=tap)
-        return scores, [tap.states.get(number, {}) for number in range(len(answers))]
-
-    @torch.no_grad()
-    def _logits(
-        self, answers: Sequence[Answer], left: bool = False, shift: int = 0, tap: Tap | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each sequence and the logits that its scored tokens are drawn from."""
+        scored = Scored(len(answers), len(answers) if kept is None else kept, put)
+        sites = [*(put[0] if put else names)]
         order = sorted(range(len(answers)), key=lambda number: -len(answers[number].ids))
-        with in_eval_mode(self.model), self._tapped(tap):
+        tapped = attach(self.model, sites, scored.hook, name="parity") if sites else nullcontext()
+        with in_eval_mode(self.model), tapped:
             for begin in range(0, len(order), self.batch):
-                yield from self._run(answers, order[begin : begin + self.batch], left, shift, tap)
+                self._run_batch(answers, order[begin : begin + self.batch], scored, left, shift)
+        return scored
 
-    def _tapped(self, tap: Tap | None) -> AbstractContextManager[object]:
-        return nullcontext() if tap is None else attach(self.model, tap.names, tap.hook, name="parity")
-
-    def _run(
-        self, answers: Sequence[Answer], numbers: Sequence[int], left: bool, shift: int, tap: Tap | None
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _run_batch(
+        self, answers: Sequence[Answer], numbers: Sequence[int], scored: Scored, left: bool, shift: int
+    ) -> None:
         width = len(answers[numbers[0]].ids)
-        ids = torch.zeros(len(numbers), width, dtype=torch.long)
-        mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-        rows = []
+        ids, mask, positions = torch.zeros(3, len(numbers), width, dtype=torch.long)
+        scored.rows = []
         for row, number in enumerate(numbers):
             length = len(answers[number].ids)
             columns = slice(width - length, width) if left else slice(0, length)
             ids[row, columns] = torch.tensor(answers[number].ids)
             mask[row, columns] = 1
             positions[row, columns] = torch.arange(length) + shift * (torch.arange(length) >= answers[number].prompt)
-            rows.append((number, row, columns))
-        if tap is not None:
-            tap.rows = rows
-        options = {"attention_mask": mask.to(self.device), "position_ids": positions.clamp(min=0).to(self.device)}
-        every = self.model(input_ids=ids.to(self.device), use_cache=False, **options).logits
-        for number, row, columns in rows:
-            logits = every[row, columns.stop - len(answers[number].logprobs) - 1 : columns.stop - 1]
-            yield number, (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+            scored.rows.append((number, row, columns))
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions.clamp(min=0)}
+        every = self.model(**{name: each.to(self.device) for name, each in inputs.items()}, use_cache=False).logits
+        for number, row, columns in scored.rows:
+            wanted = answers[number].scored.to(self.device)
+            logits = every[row, columns.stop - len(wanted) - 1 : columns.stop - 1]
+            logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+            chosen = logits.gather(-1, wanted[:, None])[:, 0]
+            scored.logprobs[number] = (chosen - logits.logsumexp(-1)).double().cpu()
+            scored.is_likeliest[number] = (logits.argmax(-1) == wanted).cpu()
 
 
 # -- local errors ------------------------------------------------------------------------------------------------
@@ -219,28 +209,20 @@ class LayerError:
     difference of log-probs."""
     expected: float
     """What rounding alone, or a healthy pair, gives."""
+    limit: float
+    """From so many times the expected error on, it is more than rounding."""
+    affected: float
+    """The share of tokens with more than four times the error of the median."""
 
     @property
     def times(self) -> float:
         """Return how many times the expected error it is."""
         return self.found / self.expected
 
-
-@dataclass(frozen=True)
-class LayerErrors:
-    """The local errors of modules, in order; the head comes last."""
-
-    each: dict[str, LayerError]
-    tokens: dict[str, list[Tensor]]
-    """The error of each token, by module, then sequence."""
-    limit: float
-    """From so many times the expected error on, it is more than rounding."""
-
     @property
-    def bad(self) -> list[str]:
-        """Return the modules with more error than expected, the worst first."""
-        found = [name for name, error in self.each.items() if error.times >= self.limit]
-        return sorted(found, key=lambda name: -self.each[name].times)
+    def is_beyond(self) -> bool:
+        """Return whether it is more than rounding."""
+        return self.times >= self.limit
 
 
 @dataclass(frozen=True)
@@ -256,8 +238,10 @@ class Pair:
     """The sequences that are looked at, with the engine's states if it gives any."""
     yardstick: float
     """The gap that rounding explains, in nats rms."""
+    doubt: float
+    """The standard error of the yardstick's square, against that: a few tokens have most of it."""
     healthy: Mapping[str, float] | None = None
-    """The errors of layers in a healthy pair."""
+    """The errors of layers in a healthy pair, if one is known."""
 
     @property
     def is_wide(self) -> bool:
@@ -272,44 +256,60 @@ class Pair:
 
     @property
     def most(self) -> float:
-        """Return the largest gap that is explained; the limits were measured on random and trained models."""
-        return (1.5 if self.is_wide else 5.0) * self.yardstick
+        """Return the largest gap that is explained.
 
-    def gap(self, scores: Sequence[Tensor], answers: Sequence[Answer] | None = None) -> float:
-        """Return how far scores of the trainer are from the engine's log-probs, in nats rms."""
-        return rms(apart([answer.logprobs for answer in answers or self.answers], scores))
+        In 16 bits 1.5 times the yardstick if tokens are many. Of few, one or two decide on both sides, so that it has
+        to be wider: 12 tokens of a trained model gave 1.4 times, 200 at most 0.9.
+        """
+        return (1.5 if self.is_wide else 5.0) * (1 + self.doubt / 2) * self.yardstick
+
+    def gap(self, scorer: Scorer, answers: Sequence[Answer] | None = None, **options: Any) -> float:
+        """Return how far a scorer is from the engine's log-probs, in nats rms; options are those of `Scorer.run`."""
+        answers = answers or self.answers
+        return rms(apart(_logprobs(answers), scorer.run(answers, **options).logprobs))
 
     def healed_gap(self, name: str) -> float:
         """Return the gap that stays when the engine's output of one module is put into the trainer."""
-        put = [{name: answer.states[name]} for answer in self.answers]
-        return self.gap(self.trainer.score(self.answers, tap=Tap([name], put)))
+        return self.gap(self.trainer, put=[{name: answer.states[name]} for answer in self.answers])
 
-    def errors(self, answers: Sequence[Answer], names: Sequence[str], *, inside: bool = False) -> LayerErrors:
-        """Return the local errors of modules and the head, or of modules inside of a layer alone."""
-        known = [name for name in names if all(name in answer.states for answer in answers)]
-        tokens, healed = _local(self.trainer, answers, known, [answer.states for answer in answers])
-        found = {name: rms(parts) for name, parts in tokens.items()}
-        if not inside:
-            found[HEAD] = self.gap(healed, answers)
-        healthy = None if inside else self.healthy
+    def errors(
+        self, answers: Sequence[Answer], twin: Scored, healthy: Mapping[str, float] | None = None
+    ) -> dict[str, LayerError]:
+        """Return the local errors of modules and of the head, in order.
+
+        Args:
+            answers: What the engine answered, with its states.
+            twin: What the twin gave for the same sequences.
+            healthy: What is expected; what rounding gives by itself if None.
+        """
+        names = [name for name in twin.states[0] if all(name in answer.states for answer in answers)]
+        found = _by_module(self.trainer, names, answers, [each.states for each in answers], _logprobs(answers))
         if healthy is None:
-            scores, states = self.twin.captured(answers, known)
-            rounding, exact = _local(self.exact, answers, known, states)
             times = 2**0.5 if self.twin is self.trainer else 1.0
+            rounding = _by_module(self.exact, names, answers, twin.states, twin.logprobs[: len(answers)])
             healthy = {name: times * rms(parts) for name, parts in rounding.items()}
-            healthy[HEAD] = times * rms(apart(scores, exact))
             limit = 2.0 if self.is_wide else 8.0
         else:
             limit = 1.5 if self.is_wide else 4.0
         least = torch.finfo(self.twin.dtype).eps / 8
-        each = {name: LayerError(error, max(healthy.get(name, 0.0), least)) for name, error in found.items()}
-        return LayerErrors(each, tokens, limit)
+        return {
+            name: LayerError(rms(parts), max(healthy.get(name, 0.0), least), limit, _share_of_large(torch.cat(parts)))
+            for name, parts in found.items()
+        }
 
 
-def _local(
-    scorer: Scorer, answers: Sequence[Answer], names: Sequence[str], states: Sequence[States]
-) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-    """Return the errors of each token by module, and the log-probs that come of the states."""
-    tap = Tap(names, states)
-    scores = scorer.score(answers, tap=tap)
-    return {name: [parts[number] for number in sorted(parts)] for name, parts in tap.errors.items()}, scores
+def _logprobs(answers: Sequence[Answer]) -> list[Tensor]:
+    return [answer.logprobs for answer in answers]
+
+
+def _by_module(
+    scorer: Scorer, names: Sequence[str], answers: Sequence[Answer], states: Sequence[States], logprobs: list[Tensor]
+) -> dict[str, list[Tensor]]:
+    """Return the errors of tokens against given states, by module, and the head's against given log-probs."""
+    scored = scorer.run(answers, put=[{name: each[name] for name in names} for each in states])
+    return {name: [each[name] for each in scored.errors] for name in names} | {HEAD: apart(logprobs, scored.logprobs)}
+
+
+def _share_of_large(errors: Tensor) -> float:
+    """Return the share of tokens with more than four times the error of the median."""
+    return float((errors.abs() > 4 * errors.abs().median()).double().mean())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from http.client import HTTPException
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +32,9 @@ __all__ = ["EngineSide", "Request", "open_engine"]
 _AT_ONCE: Final = 64
 """So many requests are sent to a server together."""
 _PATIENCE_S: Final = 600.0
+_GREETING_S: Final = 20.0
+_SAME: Final = 1e-3
+"""Log-probs of one token that are nearer than this, in nats, are the same."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,8 @@ class Request:
 
     def options(self, number: int) -> dict[str, Any]:
         """Return the options of the request with this number, as vLLM and our server call them."""
-        same = {"max_tokens": self.new_tokens, "temperature": self.temperature, "ignore_eos": True, "logprobs": 1}
-        return {**same, "seed": number}
+        sampling = {"max_tokens": max(self.new_tokens, 1), "temperature": self.temperature, "seed": number}
+        return {**sampling, "ignore_eos": True, "logprobs": 1}
 
 
 class EngineSide:
@@ -59,12 +64,17 @@ class EngineSide:
     gives_states = False
     scores_prompts = False
     """Whether it gives log-probs of tokens that were not sampled."""
-    applies_temperature = False
+    applies_temperature = True
     """Whether its log-probs are those after the temperature."""
 
     def __init__(self) -> None:
         self.facts: dict[str, str] = {}
         """What the report tells of it."""
+
+    def meet(self, vocabulary: int) -> None:
+        """Raise if the engine knows other tokens than a trainer that has so many."""
+        if self.vocabulary not in (None, vocabulary):
+            raise OptionError(f"The trainer has a vocabulary of {vocabulary} tokens, the engine of {self.vocabulary}.")
 
     def ask(self, prompts: Sequence[list[int]], how: Request) -> list[Answer]:
         """Continue prompts, or run them alone."""
@@ -111,11 +121,15 @@ def _vllm(folder: str) -> Any:
 
 
 def _answer(ids: Sequence[int], values: Sequence[float], number: int, tops: Sequence[float] = ()) -> Answer:
-    """Return an answer with log-probs of its last tokens; ``tops`` are those of the likeliest."""
+    """Return an answer with log-probs of its last tokens; ``tops`` are those of the likeliest, if they are known."""
     if None in values:
         raise OptionError(f"The engine gives tokens of sequence {number} without a log-prob; each needs one.")
-    likeliest = [value >= top for value, top in zip(values, tops, strict=True)] if tops else None
-    return Answer([*map(int, ids)], len(ids) - len(values), torch.tensor(values, dtype=torch.float64), likeliest)
+    logprobs, top = (torch.tensor(each, dtype=torch.float64) for each in (values, tops))
+    return Answer([*map(int, ids)], len(ids) - len(values), logprobs, top)
+
+
+def _mode_text(mode: str) -> str:
+    return mode if mode.startswith("processed") else f"{mode}: without temperature and penalties, whose faults hide"
 
 
 class _Function(EngineSide):
@@ -148,8 +162,7 @@ class _Vllm(EngineSide):
         self.dtype, self.vocabulary = config.dtype, int(config.get_vocab_size())
         self.applies_temperature = str(config.logprobs_mode).startswith("processed")
         self.scores_prompts = not self.applies_temperature
-        hides = "" if self.applies_temperature else ": without temperature and penalties, whose faults hide"
-        self.facts["logprobs_mode"] = f"{config.logprobs_mode}{hides}"
+        self.facts["logprobs_mode"] = _mode_text(str(config.logprobs_mode))
         try:
             self._hooks.describe()
             self.gives_states = True
@@ -166,7 +179,7 @@ class _Vllm(EngineSide):
         for number in range(len(prompts)):
             options = how.options(number)
             if not how.new_tokens:
-                options |= {"max_tokens": 1, "prompt_logprobs": 1}
+                options["prompt_logprobs"] = 1
             if number < watched:
                 options |= {"extra_args": asked, "skip_reading_prefix_cache": True}
             params.append(SamplingParams(**options))
@@ -187,20 +200,42 @@ class _Vllm(EngineSide):
 class _Http(EngineSide):
     """``hookline serve`` or ``vllm serve``."""
 
+    applies_temperature = False
+
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._url = url
+        self._url, self._token = url, os.environ.get("HOOKLINE_SERVE_TOKEN", "")
         try:
-            self._model = self._get("/v1/models", 20)["data"][0]["id"]
-        except (KeyError, IndexError, TypeError) as error:
+            model = self._get("/v1/models", _GREETING_S)["data"][0]
+            self._model, self._owner = model["id"], model.get("owned_by")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise OptionError(f"{url}/v1/models is no list of models: it is no engine ({error!r}).") from None
-        self._is_vllm = self._has("/version")
-        self.name = f"{'vLLM' if self._is_vllm else 'hookline serve'}: {self._model} at {url}"
-        self.gives_states = self._has("/hooks")
-        said = "raw_logprobs, without temperature and penalties, unless it was started with another --logprobs-mode"
-        self.facts["log-probs"] = said if self._is_vllm else "before the temperature"
+        if self._owner == "sglang":
+            raise OptionError(f"{url} is SGLang, which is asked by a function: see docs/parity.md.")
+        self.name = f"{self._owner}: {self._model} at {url}"
+        self.gives_states = self._owner == "hookline"
         if not self.gives_states:
-            self.facts["layers"] = "not compared: start it with HOOKLINE_VLLM=1 VLLM_PLUGINS=hookline"
+            self._learn_of_vllm()
+
+    def _learn_of_vllm(self) -> None:
+        try:
+            self._get("/hooks", _GREETING_S)
+            self.gives_states = True
+        except OptionError as error:
+            self.facts["layers"] = f"not compared: start it with HOOKLINE_VLLM=1 VLLM_PLUGINS=hookline ({error})"
+        # It does not tell its --logprobs-mode: with the default the likeliest token has the same log-prob at any heat.
+        cold, hot = (float(self.ask([[1, 2, 3]], Request(1, heat))[0].top[0]) for heat in (0.5, 1.0))
+        self.applies_temperature = abs(cold - hot) > _SAME
+        self.facts["logprobs_mode"] = _mode_text("processed" if self.applies_temperature else "raw")
+
+    def meet(self, vocabulary: int) -> None:
+        super().meet(vocabulary)
+        self.ask([[vocabulary - 1]], Request(1))
+        try:
+            self.ask([[vocabulary]], Request(1))
+        except OptionError:
+            return
+        raise OptionError(f"The trainer has a vocabulary of {vocabulary} tokens, and {self._url} one with more.")
 
     def ask(self, prompts: Sequence[list[int]], how: Request) -> list[Answer]:
         def answer(number: int) -> Answer:
@@ -215,45 +250,37 @@ class _Http(EngineSide):
             except (KeyError, TypeError) as error:
                 raise OptionError(f"{self._url} gives no token ids or no log-probs ({error!r}).") from None
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return list(pool.map(answer, range(len(prompts))))
+        with ThreadPool(min(_AT_ONCE, len(prompts))) as pool:  # not waited for after an error or Ctrl-C
+            return list(pool.imap(answer, range(len(prompts))))
 
     def _complete(self, body: dict[str, Any], layers: Sequence[str]) -> tuple[Any, States]:
         """Return the answer to a request, and the states of layers."""
-        body |= {"model": self._model, "return_token_ids": True}
         key, wanted = str(uuid.uuid4()), {"hidden_states": {"layers": [*layers]}}
-        if self._is_vllm:
-            body |= (
-                {"vllm_xargs": {"hookline": json.dumps({"key": key, **wanted})}, "cache_salt": key} if layers else {}
-            )
-            body["max_tokens"] = max(body["max_tokens"], 1)
-        elif layers:
+        body |= {"model": self._model, "return_token_ids": True}
+        is_ours = self._owner == "hookline"
+        if layers and is_ours:
             body["hooks"] = wanted
+        elif layers:
+            body |= {"vllm_xargs": {"hookline": json.dumps({"key": key, **wanted})}, "cache_salt": key}
         choice = self._get("/v1/completions", _PATIENCE_S, body)["choices"][0]
         if not layers:
             return choice, {}
-        found = self._get(f"/hooks/results/{key}", _PATIENCE_S)["answers"][0] if self._is_vllm else choice["hooks"]
+        found = choice["hooks"] if is_ours else self._get(f"/hooks/results/{key}", _PATIENCE_S)["answers"][0]
         return choice, {name: _tensor(layer) for name, layer in found["hidden_states"].items()}
-
-    def _has(self, path: str) -> bool:
-        try:
-            self._get(path, 20)
-        except OptionError:
-            return False
-        return True
 
     def _get(self, path: str, patience: float, body: Any = None) -> Any:
         """Return the JSON at a path; with a body, what it is answered with."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        asked = urllib.request.Request(self._url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=patience) as answer:
-                return json.loads(answer.read())
+            with urllib.request.urlopen(asked, timeout=patience) as given:
+                return json.loads(given.read())
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
             raise OptionError(f"{self._url}{path} answers with {error.code}: {said}") from None
-        except (OSError, ValueError) as error:
-            raise OptionError(f"{self._url}{path} does not answer as an engine does: {error}") from None
+        except (OSError, ValueError, HTTPException) as error:
+            raise OptionError(f"{self._url}{path} does not answer as an engine does: {error!r}") from None
 
 
 def _tensor(layer: Mapping[str, Any]) -> Tensor:
@@ -268,7 +295,9 @@ class _Served(_Http):
         from hookline.serve import Engine, Server, Settings
 
         self._scorer = Scorer(model)  # raises for what is no model of transformers
-        self._server = Server(lambda: Engine(model.eval(), max_batch=_AT_ONCE, captured_bytes=1 << 33), Settings())
+        self._server = Server(
+            lambda: Engine(model.eval(), max_batch=_AT_ONCE, captured_bytes=1 << 33), Settings(drain_s=0.0)
+        )
         self._server.start()
         super().__init__(self._server.url)
         self.name, self.model = f"hookline serve: {type(self._scorer.inner).__name__}", model
