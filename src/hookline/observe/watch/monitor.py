@@ -20,6 +20,7 @@ from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import BAD, FIRES, Layout
 from hookline.observe.watch.watch import Watch
+from hookline.sites import _torch
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
 from hookline.when import StepSchedule
@@ -218,7 +219,7 @@ class StepMonitor:
 
     def _begin_forward(self) -> None:
         """Begin a part with a forward that counts."""
-        if max(len(each.parts) for each in self._listeners) < _MOST_PARTS:
+        if not _torch.capturing() and max(len(each.parts) for each in self._listeners) < _MOST_PARTS:
             self._end_part()
         self._begun = self._begun or [self.label]
 
