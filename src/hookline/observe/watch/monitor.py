@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hookline.errors import OptionError
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import BAD, FIRES, Layout
@@ -192,7 +193,7 @@ class StepMonitor:
         listeners = [*self._listeners, listener]
         try:
             places = [made._sites.choose(*each.asked) for each in listeners]
-            made._follow(None)
+            made._switch()  # it follows no optimizer: listeners say when steps are over
         except BaseException:
             made.remove(quiet=True)
             raise
@@ -265,9 +266,12 @@ def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclu
         exclude: Modules and parameters to leave out.
     """
     check_model(model, target)
+    kinds = checked_kinds(on)
+    if {"param", "param_grad"} & set(kinds):
+        raise OptionError("on= names what forwards and backwards make, not 'param' or 'param_grad': watch() has those.")
     model = unwrap(model)
     monitor = _MONITORS.setdefault(id(model), StepMonitor(model))
-    listener = StepListener(monitor, (target, exclude, checked_kinds(on)))
+    listener = StepListener(monitor, (target, exclude, kinds))
     monitor.add(listener)
     return listener
 
