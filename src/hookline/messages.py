@@ -22,6 +22,8 @@ __all__ = [
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
 """The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""
+_PASSED: Final = frozenset({"hookline", "contextlib", "functools", "weakref"})
+"""Packages whose frames no warning is for."""
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
@@ -83,10 +85,13 @@ def short_repr(value: object, most: int = 200) -> str:
 
 
 def caller_stacklevel() -> int:
-    """Return the ``stacklevel`` for `warnings.warn` of the first frame outside hookline, as seen by our caller."""
+    """Return the ``stacklevel`` for `warnings.warn` of the first frame outside hookline, as seen by our caller.
+
+    The frames of ``with``, of finalizers and of wrapped functions in between are nobody's.
+    """
     level = 1
     frame: FrameType | None = sys._getframe()  # `inspect` would add 10 ms to every import of this
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
         frame = frame.f_back
         level += 1
     return max(level - 1, 1)

@@ -153,3 +153,21 @@ def test_a_step_repeats_unless_it_adds_up_in_any_order() -> None:
     assert not found.equal
     assert found.operator.startswith("aten.index_add")
     assert found.where == "forward of '1'"
+
+
+class DrawsOnTheDevice(hl.TrainingHook):
+    """Says that it draws nothing, and draws on the device."""
+
+    name = "draws_on_the_device"
+    hook_points = frozenset({hl.HookPoint.POST_STEP})
+    pure = True
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        return {"x": float(torch.rand((), device=DEVICE))}
+
+
+def test_a_hook_that_draws_on_the_device_is_not_inert() -> None:
+    """The streams of devices are compared like the others."""
+    torch.rand(1, device=DEVICE)
+    found = hl.testing.check_hook(DrawsOnTheDevice, raises=False).findings
+    assert any(each.check == "inert" and "cuda" in each.text for each in found)

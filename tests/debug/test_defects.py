@@ -85,3 +85,23 @@ def test_what_a_trigger_had_put_on_comes_off_if_the_next_raises() -> None:
     with pytest.raises(Exception, match="no"):
         hl.step_loop(experiment, steps=3, manager=hl.HookManager(hooks=[trigger]), snapshot_every=0)
     hl.assert_no_hooks(model)
+
+
+def test_warnings_of_a_trace_are_for_the_line_that_ends_it(tmp_path: Path) -> None:
+    """Not for the finalizer in the standard library that closes the files; at the end of a block as well."""
+
+    model = nn.Identity()
+
+    def by_hand(folder: Path) -> None:
+        running = hl.trace(model, to=folder, kinds="output", tensors=["nothing"])
+        model(torch.ones(2))
+        running.remove()
+
+    def by_block(folder: Path) -> None:
+        with hl.trace(model, to=folder, kinds="output", tensors=["nothing"]):
+            model(torch.ones(2))
+
+    for end in (by_hand, by_block):
+        with pytest.warns(hl.HooklineWarning, match="nothing") as told:
+            end(tmp_path / end.__name__)
+        assert {Path(each.filename).name for each in told} == {"test_defects.py"}

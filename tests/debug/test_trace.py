@@ -184,6 +184,7 @@ def test_forwards_without_gradients_are_steps_and_are_written_at_once(tmp_path):
             model(torch.randn(4, 6))
         with running.paused():
             model(torch.randn(4, 6))
+        model(torch.randn(4, 6))  # step 3, as the pause was none
     running.flush()
     folder = read_trace(tmp_path / "t")
     assert {each.step for each in folder.records if each.kind == "output"} == {0, 2}

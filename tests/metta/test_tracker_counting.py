@@ -72,8 +72,9 @@ def test_a_dimension_that_is_not_there_is_warned_of_once(counting):
     """unit_dim=3 and a tensor of two dimensions: passed over, with one warning that names both."""
     make, _ = counting
     state = make(unit_dim=3)
-    with pytest.warns(hl.HooklineWarning, match=r"'c': unit_dim=3, but its tensor has the shape \(2, 3\)"):
+    with pytest.warns(hl.HooklineWarning, match=r"'c': unit_dim=3, but its tensor has the shape \(2, 3\)") as told:
         state.update("c", marked(2, 3))
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state.update("c", marked(2, 3))

@@ -91,3 +91,11 @@ def test_facts_of_the_wrong_shape_are_left_out(tmp_path: Path) -> None:
     run = small_run(tmp_path, facts_of={"git": None, "model": 3, "hooks": {"a": 1, "b": {"metrics": "x"}}, "seed": 7})
     (found,) = read_runs(run, Collector)
     assert found.facts == {"seed": 7, "hooks": {"b": {"metrics": []}}, "strategy": "default"}
+    (tmp_path / "foreign").mkdir()
+    log = RecordLog(tmp_path / "foreign" / "records.jsonl")  # of another program: what it says stands in its context
+    log.append(Context({"hooks": ["a"], "model": 3, "lr": 0.1}))
+    log.append(Record({"a/x": [1.0, 2.0]}, 0, "POST_EPOCH", 0))
+    log.close()
+    (found,) = read_runs(tmp_path / "foreign", Collector)
+    assert found.facts == {"hooks": {}, "lr": 0.1}
+    write_report(tmp_path / "foreign")

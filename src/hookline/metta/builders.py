@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HooklineWarning
+from hookline.messages import caller_stacklevel
 from hookline.metta.components import ComponentContext
 from hookline.metta.trackers import (
     FisherInformationState,
@@ -360,7 +361,7 @@ def _activation_feeder(spec: Any) -> Callable[..., ActivationFeeder | None]:
         if extract is not None:
             return ActivationFeeder(tracker, component, extract)
         text = f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its output"
-        warnings.warn(f"{text}, got {spec!r}.", HooklineWarning, stacklevel=3)
+        warnings.warn(f"{text}, got {spec!r}.", HooklineWarning, stacklevel=caller_stacklevel())
         return None
 
     return feeder

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, OptionError
+from hookline.messages import caller_stacklevel
 from hookline.observe.host_values import countable, fetch, outside_inference, unit_axis
 
 __all__ = [
@@ -173,7 +174,7 @@ class ComponentTracker:
                 f"{type(self).__name__} passes over {component!r}: unit_dim={options.unit_dim}, but its tensor has the "
                 f"shape {tuple(seen.shape)}.",
                 HooklineWarning,
-                stacklevel=2,
+                stacklevel=caller_stacklevel(),
             )
         return None if seen is None or axis is None or not seen.numel() else (seen, axis, options)
 

@@ -86,7 +86,7 @@ function tilesOf(run) {
     ["Hooks took", hooksTook(run)],
     ...budgetedWatches(run).map((name) => [`Budget of ${name}`, budgetOf(run, name)]),
   ].filter(([, value]) => value !== undefined && value !== null);
-  return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
+  return tiles.map(([name, value]) => [name, shown(value)]);
 }
 
 /** A table that scrolls by itself when it is wider than the page; `numbers` are the columns that hold them. */

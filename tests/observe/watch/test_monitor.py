@@ -55,7 +55,7 @@ def test_parts_of_a_step_are_bounded_and_nothing_of_it_is_lost(monkeypatch: Any)
     """As in a long evaluation; the last part has what is left."""
     monkeypatch.setattr(monitor, "_MOST_PARTS", 3)
     model = nn.Identity()
-    listener = monitor.listen(model, on=("forward",), stats=("nonfinite",), by_forward=True)
+    listener = monitor.listen(model, on=("forward",))
     for number in range(7):
         model(torch.tensor([float("nan") if number == 6 else 1.0]))
     listener.end_step(0)

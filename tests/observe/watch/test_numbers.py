@@ -144,6 +144,9 @@ def test_a_norm_alone_still_raises_the_alarm() -> None:
     found = taken([torch.tensor([1.0, math.nan])], ("norm",), "cpu")
     assert found["nonfinite"] == 1.0
     assert found["nan"] == 1.0
+    assert "nonfinite" not in taken(
+        [torch.tensor([1e200, 1.0], dtype=torch.float64)], ("norm",), "cpu"
+    )  # its square is
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|beta state|prototype)")

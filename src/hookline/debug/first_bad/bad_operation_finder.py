@@ -206,7 +206,7 @@ class BadOperationFinder:
         self._meant: set[str] = set()
         """Places whose infinities turned out to be meant."""
         self._last_bad = -2
-        self._listener = listen(model, target, on=("forward", "backward"), stats=("nonfinite",))
+        self._listener = listen(model, target, on=("forward", "backward"))
         self._kept = KeptSteps(parts, save_attributes, every)
 
     @property
@@ -299,7 +299,7 @@ class BadOperationFinder:
         guard.save(["trains"])
         put_back = self._save_attributes()
         try:
-            with in_phase("intervention"), self._listener.watch.paused(), guard.protecting("first bad operation"):
+            with in_phase("intervention"), guard.protecting("first bad operation"):
                 run = self._operators_of(kept)
                 before = self._kept.get(kept.number - 1)
                 if run.begins_bad and before is not None:

@@ -28,7 +28,7 @@ from hookline.debug.first_bad.bad_operation import describe_batch
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
 from hookline.files import replace_file
-from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
+from hookline.guard.rng import cuda_states, run_numpy_state, set_cuda_states, set_numpy_state, set_state
 from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.monitor import StepListener, StepRows, listen
 from hookline.observe.watch.row import BAD, COUNT, FIRES, SQUARES, SUM
@@ -123,7 +123,7 @@ class FlightRecorder(TrainingHook):
         target = blocks_of(model) if self._target is None else self._target
         self._streams, self._wraps, self._handled = Streams(), False, sys.exception()
         try:
-            self._listener = listen(model, target, on=("forward", "backward"), stats=("norm",))
+            self._listener = listen(model, target, on=("forward", "backward"))
         except HooklineError as error:
             logger.warning("no flight recorder: %s", error)
 
@@ -276,7 +276,7 @@ class Streams:
         self.torch = torch.default_generator.get_state()
         self.cuda = cuda_states()
         self.python = random.getstate()
-        self.numpy = numpy_state()
+        self.numpy = run_numpy_state()
 
     def to_bytes(self) -> dict[str, bytes]:
         """Return the states as bytes, by name."""

@@ -67,7 +67,6 @@ class ModuleStatsHook(Summary):
     Args:
         engine: Where they are added up.
         model: The model; when its own forward is over, tensors that wait are reduced.
-        sites: The modules by name.
         kind: ``"forward"`` or ``"backward"``.
         passes: Which passes count.
         scale: Returns what the gradients of this moment are multiplied by, if anything.
@@ -77,19 +76,29 @@ class ModuleStatsHook(Summary):
         self,
         engine: StatsEngine,
         model: nn.Module,
-        sites: list[Named],
         kind: str,
         passes: Passes,
         scale: Callable[[], Tensor | None],
     ) -> None:
         self._engine = engine
         self._model = model
+        self._kind = kind
         self._is_forward = kind == "forward"
         self._enter = passes.enter_forward if self._is_forward else passes.enter_backward
         self._scale = _no_scale if self._is_forward else scale
-        self._places = {id(module): engine.place(name, kind) for name, module in sites}
-        """By the identity of modules that carry the hook, which live as long as it is on them."""
+        self.sites: list[Named] = []
+        """The modules by name."""
+        self._places: dict[int, WatchedPlace] = {}
+        """By the identity of these modules, which live as long as the hook is on them."""
         self._use(engine.layout)
+
+    def add(self, sites: list[Named]) -> list[WatchedPlace]:
+        """Look at these modules too; return their places."""
+        for name, module in sites:
+            if id(module) not in self._places:
+                self._places[id(module)] = self._engine.place(name, self._kind)
+                self.sites.append((name, module))
+        return [self._places[id(module)] for _, module in sites]
 
     def _use(self, layout: Layout) -> None:
         self.make = _maker(layout, not self._is_forward)
@@ -193,10 +202,11 @@ class ParameterSlot(NamedTuple):
 class ParameterReader:
     """Reads the parameters of one watch, and their gradients."""
 
-    def __init__(self, engine: StatsEngine, values: list[ParameterSlot], gradients: list[ParameterSlot]) -> None:
+    def __init__(self, engine: StatsEngine) -> None:
         self._engine = engine
-        self._values = values
-        self.gradients = gradients
+        self.values: list[ParameterSlot] = []
+        """The parameters that are read."""
+        self.gradients: list[ParameterSlot] = []
         """The parameters whose gradients are read."""
         self.at_steps: set[WatchedPlace] = set()
         """The places whose gradients are read at steps; those of the others, when numbers are asked for."""
@@ -204,7 +214,7 @@ class ParameterReader:
     def read(self, scale: Tensor | None) -> None:
         """Take parameters as they are now, and gradients that no step reads, in the place of those taken before."""
         found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
-        found += [(slot.place, slot.current(), None) for slot in self._values]
+        found += [(slot.place, slot.current(), None) for slot in self.values]
         others = [slot for slot in self.gradients if slot.place not in self.at_steps]
         found += [(slot.place, _gradient(slot.current()), scale) for slot in others]
         for place, _, _ in found:
@@ -247,48 +257,53 @@ class WatchSites:
         self._engine = engine
         self._passes = passes
         self._scaler = scaler
-        self._chosen: list[Named] = []
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
         """The hooks on modules."""
-        self.parameters = ParameterReader(engine, [], [])
-        self._local: LocalGradients | None = None
+        self.parameters = ParameterReader(engine)
+        self._local = LocalGradients(self._take_local)
         self._is_on = False
         self._looks_closer = False
 
-    def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool) -> None:
-        """Select modules and parameters; with ``lenient`` it is enough that either answers to ``target``."""
+    def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool = False) -> list[WatchedPlace]:
+        """Select modules and parameters, beside those of earlier calls; return their places.
+
+        With ``lenient`` it is enough that either answers to ``target``.
+        """
         modules = [kind for kind in kinds if kind in MODULE_KINDS]
+        chosen: list[Named] = []
         if modules:
             try:
-                self._chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+                chosen = without_scripted(select(self._model, target, exclude=exclude), target)
             except NoMatchError:
                 if not lenient:
                     raise
                 modules = []  # parameters may answer to it
+        places: list[WatchedPlace] = []
         for kind in modules:
-            self._hooks[kind] = ModuleStatsHook(self._engine, self._model, self._chosen, kind, self._passes, self.scale)
+            made = ModuleStatsHook(self._engine, self._model, kind, self._passes, self.scale)
+            places += self._hooks.setdefault(kind, made).add(chosen)
         if set(kinds) - set(MODULE_KINDS):
-            self._choose_parameters(target, exclude, kinds, required=not modules)
+            places += self._choose_parameters(target, exclude, kinds, required=not modules)
+        return places
 
-    def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
+    def _choose_parameters(
+        self, target: Target, exclude: Target, kinds: list[str], *, required: bool
+    ) -> list[WatchedPlace]:
         try:
             chosen = select_parameters(self._model, target, exclude=exclude, trained=False)
         except KeyError:
             if required:
                 raise
-            return  # modules without parameters are watched all the same
-        slots = {
-            kind: [
-                ParameterSlot(item.module, item.name.rpartition(".")[2], self._engine.place(item.name, kind))
-                for item in chosen
-            ]
-            for kind in kinds
-            if kind not in MODULE_KINDS
-        }
-        self.parameters = ParameterReader(self._engine, slots.get("param", []), slots.get("param_grad", []))
-        if LOCAL_GRADIENT in slots:
-            self._local = LocalGradients(slots[LOCAL_GRADIENT], self._take_local)
+            return []  # modules without parameters are watched all the same
+        parameters = self.parameters
+        slots = {"param": parameters.values, "param_grad": parameters.gradients, LOCAL_GRADIENT: self._local.slots}
+        found = [
+            (kind, item, self._engine.place(item.name, kind)) for kind in kinds if kind in slots for item in chosen
+        ]
+        for kind, item, place in found:
+            slots[kind].append(ParameterSlot(item.module, item.name.rpartition(".")[2], place))
+        return [place for _, _, place in found]
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
@@ -306,8 +321,8 @@ class WatchSites:
             # tell what is over a threshold.
             is_scaled = kind == "backward" and self._scaler is not None
             in_graph = not layout.by_unit and not (is_scaled and layout.thresholds)
-            self._attach(call, MODULE_KINDS[kind], self._chosen, hook if in_graph else None)
-        if self._local is not None:
+            self._attach(call, MODULE_KINDS[kind], hook.sites, hook if in_graph else None)
+        if self._local.slots:
             others = [named for named in self._local.put_on() if named[1] is not self._model]
             self._attach(self._begin_local, Kind.FORWARD_PRE, [("", self._model), *others])
 
@@ -336,15 +351,13 @@ class WatchSites:
 
     def remove(self, *, quiet: bool) -> None:
         """Take everything off; warn, unless ``quiet``, if nothing fired."""
-        if self._local is not None:
-            self._local.remove()
+        self._local.remove()
         self.handles.remove(quiet=quiet)
 
     def _begin_local(self, module: nn.Module, args: Any) -> None:
         """Hook the parameters that are there for this forward."""
         if module is self._model:
             self._passes.enter_forward()
-        assert self._local is not None
         self._local.hook_parameters(module)
 
     def _take_local(self, place: WatchedPlace, gradient: Tensor) -> None:

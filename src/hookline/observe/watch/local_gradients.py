@@ -32,24 +32,26 @@ class LocalGradients:
     """Hooks on the parameters of one watch.
 
     Args:
-        slots: Where the parameters are.
         take: Called with the place and the gradient, in the backward pass.
     """
 
-    def __init__(self, slots: list[ParameterSlot], take: Callable[[WatchedPlace, Tensor], None]) -> None:
-        self._slots: dict[nn.Module, list[ParameterSlot]] = {}
-        for slot in slots:
-            self._slots.setdefault(slot.module, []).append(slot)
+    def __init__(self, take: Callable[[WatchedPlace, Tensor], None]) -> None:
+        self.slots: list[ParameterSlot] = []
+        """Where the parameters are."""
+        self._by_module: dict[nn.Module, list[ParameterSlot]] = {}
         self._take = take
         self._hooked: dict[ParameterSlot, tuple[Callable[[], Tensor | None], HookHandle]] = {}
 
     def put_on(self) -> list[Named]:
         """Hook all parameters; return the modules whose parameters FSDP2 replaces for a forward, with their names."""
-        for module in self._slots:
+        self._by_module.clear()
+        for slot in self.slots:
+            self._by_module.setdefault(slot.module, []).append(slot)
+        for module in self._by_module:
             self.hook_parameters(module)
         return [
             (slots[0].place.name.rpartition(".")[0], module)
-            for module, slots in self._slots.items()
+            for module, slots in self._by_module.items()
             if any(map(_is_distributed, module._parameters.values()))
         ]
 
@@ -61,7 +63,7 @@ class LocalGradients:
 
     def hook_parameters(self, module: nn.Module) -> None:
         """Hook the parameters that a module has now."""
-        for slot in self._slots.get(module, ()):
+        for slot in self._by_module.get(module, ()):
             parameter = slot.current()
             if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 continue

@@ -1,8 +1,8 @@
-"""Watch a model, and hand out the statistics of each step without waiting.
+"""Watch a model once for all who listen to its steps, and hand out the statistics of each step without waiting.
 
-`alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and end the steps; a trigger takes losses alone, by
-`ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that runs beside the
-next step.
+`alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and each ends its steps when it likes; a trigger takes
+losses alone, by `ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that
+runs beside the next step.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from hookline.errors import OptionError
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
-from hookline.observe.watch.row import BAD, FIRES
-from hookline.observe.watch.watch import Watch, watch
+from hookline.observe.watch.hooks import checked_kinds
+from hookline.observe.watch.row import BAD, FIRES, Layout
+from hookline.observe.watch.watch import Watch
+from hookline.sites import _torch
+from hookline.sites.targets import check_model
+from hookline.sites.wrappers import unwrap
+from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.place import WatchedPlace
 
-__all__ = ["ArrivingSteps", "RowPart", "StepListener", "StepRows", "listen"]
+__all__ = ["ArrivingSteps", "RowPart", "StepListener", "StepMonitor", "StepRows", "listen"]
 
 _MOST_PARTS: Final = 256
 """Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
@@ -47,27 +54,25 @@ class PlaceRow(NamedTuple):
         return CalledPlace(self.place.label, self.device, self.number, self.row[FIRES] == (self.row[BAD] or 1.0))
 
 
+@dataclass(slots=True)
 class RowPart:
-    """What was counted in one part of a step: in all of it, or in one micro-batch."""
+    """What was counted in one part of a step: in one micro-batch."""
 
-    def __init__(
-        self, places: Sequence[WatchedPlace], rows: dict[torch.device, Tensor], order: CallOrder, label: Any
-    ) -> None:
-        self._places, self._rows = places, rows
-        self.order = order
-        self.label = label
-        """What the listener had said of its forward."""
-
-    def send(self, events: list[Any]) -> None:
-        """Copy the rows to the host without waiting; what tells that they have arrived is added to `events`."""
-        self._rows = {device: copy_to_host(values, events) for device, values in self._rows.items()}
+    places: Sequence[WatchedPlace]
+    """Those that the listener asked for."""
+    rows: dict[torch.device, Tensor]
+    order: CallOrder
+    label: Any
+    """What was said of its forward."""
+    events: list[Any]
+    """What tells that the rows have arrived on the host."""
 
     def of_places(self, column: int = FIRES) -> list[PlaceRow]:
         """Return the places that had a tensor, by first calls; with ``column``, those that have something there."""
-        arrays = {device: rows.numpy() for device, rows in self._rows.items() if bool(rows[:, column].any())}
+        arrays = {device: rows.numpy() for device, rows in self.rows.items() if bool(rows[:, column].any())}
         found = [
             PlaceRow(place, device, row.number, arrays[device][row.number])
-            for place in (self._places if arrays else ())
+            for place in (self.places if arrays else ())
             for device, row in place.rows.items()
             if device in arrays and row.number < len(arrays[device]) and arrays[device][row.number, column] > 0
         ]
@@ -121,9 +126,7 @@ class ArrivingSteps:
 
     def add(self, number: int, parts: Sequence[RowPart] = (), loss: Any = None) -> None:
         """Send the numbers of a step to the host without waiting."""
-        events: list[Any] = []
-        for part in parts:
-            part.send(events)
+        events = [event for part in parts for event in part.events]
         host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
         self._pending.append(StepRows(number, parts, host, events))
 
@@ -148,79 +151,129 @@ class StepListener(ArrivingSteps):
     """Hands out the statistics of the steps that its user ends.
 
     Args:
-        watch: The watch, which is reset at each part of a step.
-        by_forward: Whether each forward is a part of its own.
+        monitor: What watches the model.
+        asked: The target, what to leave out, and the kinds.
     """
 
-    def __init__(self, watch: Watch, *, by_forward: bool) -> None:
+    def __init__(self, monitor: StepMonitor, asked: tuple[Target, Target, list[str]]) -> None:
         super().__init__()
-        self.watch = watch
-        self.label: Any = None
-        """What is said of the forwards that follow."""
-        self._by_forward = by_forward
-        self._parts: list[RowPart] = []
+        self.monitor = monitor
+        self.asked = asked
+        self.places: list[WatchedPlace] = []
+        """Those that it asked for."""
+        self.parts: list[RowPart] = []
         """What has come of the step under way."""
-        self._begun: list[Any] = []
-        """The label of the forward that has begun since the last part, if one has."""
-        self._ordered_rows: dict[torch.device, int] = {}
-        watch._passes.on_forward = self._begin_forward
-        watch.on_forget = self._forget_step
 
     def end_step(self, number: int, loss: Any = None) -> None:
         """Take the statistics since the last call as those of a step."""
-        self._end_part()
-        parts, self._parts = self._parts, []
+        self.monitor.end_step()
+        parts, self.parts = self.parts, []
         self.add(number, parts, loss)
 
     def remove(self, *, quiet: bool = False) -> None:
-        """Take the hooks off."""
-        self.watch.remove(quiet=quiet)
+        """Listen no more; the last one takes the hooks off."""
+        self.monitor.leave(self, quiet=quiet)
+
+
+class StepMonitor:
+    """The one watch of a model for all who listen to its steps; each forward is a part of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.label: Any = None
+        """What is said of the forwards that follow."""
+        self._watch = _watch_nothing(model)
+        self._listeners: list[StepListener] = []
+        self._begun: list[Any] = []
+        """The label of the forward that has begun since the last part, if one has."""
+        self._ordered_rows: dict[torch.device, int] = {}
+
+    def add(self, listener: StepListener) -> None:
+        """Watch for one more, by a new watch of all that is asked for: its rows are numbered by first calls."""
+        made = _watch_nothing(self._watch.model)
+        listeners = [*self._listeners, listener]
+        try:
+            places = [made._sites.choose(*each.asked) for each in listeners]
+            made._switch()  # it follows no optimizer: listeners say when steps are over
+        except BaseException:
+            made.remove(quiet=True)
+            raise
+        self._end_part()
+        made._passes.during.load_state_dict(self._watch._passes.during.state_dict())
+        self._watch.remove(quiet=True)
+        made._passes.on_forward, made.on_forget = self._begin_forward, self._forget_step
+        self._watch, self._listeners, self._ordered_rows = made, listeners, {}
+        for each, of_each in zip(listeners, places, strict=True):
+            each.places = of_each
+
+    def leave(self, listener: StepListener, *, quiet: bool) -> None:
+        """Watch for one less; the last one takes the hooks off."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                _MONITORS.pop(id(self._watch.model), None)
+                self._watch.remove(quiet=quiet)
+
+    def end_step(self) -> None:
+        """End a part, as somebody's step is over."""
+        self._watch._passes.during.note_step()
+        self._end_part()
 
     def _begin_forward(self) -> None:
-        """Begin a part with a forward that counts, if forwards are told apart."""
-        if self._by_forward and len(self._parts) < _MOST_PARTS:
+        """Begin a part with a forward that counts."""
+        if not _torch.capturing() and max(len(each.parts) for each in self._listeners) < _MOST_PARTS:
             self._end_part()
         self._begun = self._begun or [self.label]
 
     def _forget_step(self) -> None:
         """Drop what has come: it was an evaluation before training."""
-        self._parts, self._begun = [], []
+        self._begun = []
+        for each in self._listeners:
+            each.parts = []
 
     def _end_part(self) -> None:
-        """Keep what was counted since the last part, and count from zero."""
+        """Hand out what was counted since the last part, and count from zero."""
         if not self._begun:
             return
-        engine = self.watch._engine
+        engine = self._watch._engine
         engine.flush()
         added = len(engine.layout.added)
-        rows = {device: rows.copy()[:, :added] for device, rows in engine.device_rows.items()}
+        events: list[Any] = []
+        rows = {device: copy_to_host(rows.copy()[:, :added], events) for device, rows in engine.device_rows.items()}
         self._ordered_rows = self._ordered_rows or {device: len(values) for device, values in rows.items()}
         order = CallOrder.take(engine.device_rows, self._ordered_rows)
-        self.watch.reset()  # or one NaN would stay in the sums of its place
-        self._parts.append(RowPart(list(engine.places.values()), rows, order, self._begun[0]))
-        self._begun = []
+        self._watch.reset()  # or one NaN would stay in the sums of its place
+        label = self._begun.pop()
+        for each in self._listeners:
+            if len(each.parts) <= _MOST_PARTS:  # who ends no step reads none
+                each.parts.append(RowPart(each.places, rows, order, label, events))
 
 
-def listen(
-    model: nn.Module,
-    target: Target = "*",
-    *,
-    on: Collection[str],
-    stats: Collection[str],
-    by_forward: bool = False,
-    **options: Any,
-) -> StepListener:
-    """Watch a model, and return what hands out steps.
+def _watch_nothing(model: nn.Module) -> Watch:
+    return Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
+
+
+_MONITORS: Final[WeakValueDictionary[int, StepMonitor]] = WeakValueDictionary()
+"""Those that somebody listens to, by the identity of the model, which they keep."""
+
+
+def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclude: Target = None) -> StepListener:
+    """Watch a model for one more listener, and return what hands out steps.
 
     Args:
         model: The model.
-        target: Which modules.
+        target: Which modules, and with them the parameters below.
         on: What of them, as for `watch`.
-        stats: Which statistics.
-        by_forward: Whether each forward of a step is told apart.
-        options: As for `watch`.
+        exclude: Modules and parameters to leave out.
     """
-    return StepListener(watch(model, target, on=on, stats=tuple(stats), **options), by_forward=by_forward)
+    check_model(model, target)
+    kinds = checked_kinds(on)
+    if {"param", "param_grad"} & set(kinds):
+        raise OptionError("on= names what forwards and backwards make, not 'param' or 'param_grad': watch() has those.")
+    model = unwrap(model)
+    monitor = _MONITORS.setdefault(id(model), StepMonitor(model))
+    listener = StepListener(monitor, (target, exclude, kinds))
+    monitor.add(listener)
+    return listener
 
 
 def copy_to_host(values: Tensor, events: list[Any]) -> Tensor:

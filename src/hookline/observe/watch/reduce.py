@@ -71,13 +71,13 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     low, high = (block.amin().item(), block.amax().item()) if layout.extremes else (math.inf, -math.inf)
     total, squares = _moments(block, count, low, high) if layout.moments else (0.0, 0.0)
     ends = (low, high) if layout.extremes else (total, squares)
-    bad = not (math.isfinite(ends[0]) and math.isfinite(ends[1]))
-    nan, inf, finite_low, finite_high = _details(block) if bad else (0, 0, low, high)
+    is_odd = not (math.isfinite(ends[0]) and math.isfinite(ends[1]))  # squares of float64 may be too large, too
+    nan, inf, finite_low, finite_high = _details(block) if is_odd else (0, 0, low, high)
     if not layout.extremes:
         finite_low, finite_high = low, high
     zeros = _zeros(block) if layout.zeros else 0
     over = [_count_over(block, threshold * unit) for threshold in layout.thresholds]
-    return [0, count, total, squares, zeros, bad, nan, inf, *over, -low, high, -finite_low, finite_high]
+    return [0, count, total, squares, zeros, nan + inf > 0, nan, inf, *over, -low, high, -finite_low, finite_high]
 
 
 def _moments(block: Tensor, count: int, low: float, high: float) -> tuple[float, float]:

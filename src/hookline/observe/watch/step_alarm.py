@@ -19,6 +19,7 @@ from hookline.observe.watch.bad_order import CalledPlace, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
 from hookline.observe.watch.monitor import RowPart, StepListener, listen
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
+from hookline.phases import phase
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
@@ -92,7 +93,6 @@ def alarm(
     on: str | Sequence[str] = _KINDS,
     spike: float | None = None,
     exclude: Target = None,
-    scaler: Any = None,
 ) -> StepAlarm:
     """Find which rank, micro-batch and layer was the first with NaN, infinity or a spike.
 
@@ -117,15 +117,11 @@ def alarm(
         spike: How many times its usual norm makes a spike; None looks for NaN and infinity alone. The usual norm is a
             running mean, known after five micro-batches. Norms that stay high are one spike, and soon the usual ones.
         exclude: Modules and parameters to leave out.
-        scaler: The ``GradScaler`` in use.
     """
     if spike is not None and not spike > 1:
         raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
     inner = None if optimizer is None else unwrap_optimizer(optimizer)
-    options = {"exclude": exclude, "optimizer": optimizer, "scaler": scaler}
-    return StepAlarm(
-        listen(model, target, on=on, stats=("norm", "nonfinite"), by_forward=True, **options), inner, spike
-    )
+    return StepAlarm(listen(model, target, on=on, exclude=exclude), inner, spike)
 
 
 class StepAlarm(ShownAsTable):
@@ -153,13 +149,12 @@ class StepAlarm(ShownAsTable):
 
     def note_batch(self, ids: Any) -> None:
         """Name the batch of the forwards that follow, until the next call: ``alarm.note_batch(batch["ids"])``."""
-        self._listener.label = ids
+        self._listener.monitor.label = ids
 
     def step(self) -> None:
         """End a step; only where no optimizer was given."""
         if self._by_optimizer:
             raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
-        self._listener.watch.step()
         self._end_step()
 
     def gather(self) -> list[Trouble]:
@@ -201,7 +196,9 @@ class StepAlarm(ShownAsTable):
     # -- at steps --------------------------------------------------------------------------------------------
 
     def _end_step(self, *args: Any) -> None:
-        """Judge the step that is over, micro-batch by micro-batch."""
+        """Judge the step that is over, micro-batch by micro-batch; one of an intervention is none of the run."""
+        if phase() == "intervention":
+            return
         self._listener.end_step(self._steps)
         for step in self._listener.arrived(wait=True):
             for micro_batch, part in enumerate(part for part in step.parts if part.of_places()):
