@@ -28,7 +28,7 @@ from hookline.factories import (
     serving,
     steer,
 )
-from hookline.factories.request_notes import RequestNotes, noting
+from hookline.factories.request_notes import read_flags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,17 +200,17 @@ def test_a_cuda_graph_can_be_captured_under_them(mode: Any, tmp_path: Path) -> N
 
 def test_scores_and_choices_are_those_of_the_cpu() -> None:
     """A probe flags the same tokens of the same requests, and a router is counted alike, from the same numbers."""
-    notes, found = {device: RequestNotes() for device in ("cpu", "cuda")}, {}
+    flags, found = {}, {}
     hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
     hidden[..., 0] = torch.tensor([[-1.0, 2.0, 1.0], [3.0, 3.0, 0.5]])  # two tokens of a, one of b, and padding
-    for device, each in notes.items():
+    for device in ("cpu", "cuda"):
         hooks = [probe({"head": head_of(64), "action": "flag"}), moe_routing({"top_k": 2, "per_expert": True})]
-        with serving(TWO), noting(each):
+        with serving(TWO):
             for hook in hooks:
                 hook(nn.Identity(), (), hidden.to(device))
+        flags[device] = read_flags(TWO)
         found[device] = hooks[0].to_metrics() | hooks[1].to_metrics()
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
-    flags = {device: each.read() for device, each in notes.items()}
     assert flags["cpu"], "nothing is flagged, which proves nothing"
     assert {request: [(f.tokens, f.position) for f in found] for request, found in flags["cuda"].items()} == {
         request: [(f.tokens, f.position) for f in found] for request, found in flags["cpu"].items()

@@ -104,7 +104,7 @@ class ActivationStats(StreamingObserver[StreamedModule]):
         """
         layout = self._streaming.layout
         if layout.by_unit:
-            return self._streaming.by_unit()
+            return self._streaming.engine.to_metrics()
         return {
             f"{name}/{stat}": value
             for name, cells in self.read().items()
@@ -124,7 +124,7 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 
     def reset(self) -> None:
         """Drop what was counted so far."""
-        self._streaming.reset()
+        self._streaming.engine.reset()
 
     def close(self) -> None:
         """Write the last line."""

@@ -7,15 +7,15 @@ attributes. Without either, a hook for some requests does nothing and logs that 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import Observer
-from hookline.observe.tokens import Tokens, current_tokens, serving
+from hookline.observe.tokens import ChosenTokens, Tokens, current_tokens, serving
 from hookline.sites import _torch
 from hookline.tree import main_tensor
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Positions",
     "Stage",
-    "log_unknown",
+    "TokenOptions",
     "measurable",
     "only_in_stage",
     "output_tensor",
@@ -37,12 +37,30 @@ __all__ = [
     "without_padding",
 ]
 
-logger = logging.getLogger("hookline.factories")
-
 Stage: TypeAlias = Literal["both", "prefill", "decode"]
 """The values of the option ``phase``, by which users choose the stage of a served request."""
 Positions: TypeAlias = Literal["all", "last"]
 """The values of the option ``positions``: every token, or the last one of each sequence in each forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """The options by which a config chooses tokens of a served batch."""
+
+    positions: Positions = "all"
+    requests: tuple[str, ...] | None = None
+    phase: Stage = "both"
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it has to be known whose tokens a forward has."""
+        return self.requests is not None or self.phase != "both"
+
+    def choose(self, tokens: Tokens | None) -> ChosenTokens | None:
+        """Return the tokens that are asked for; None if nobody says whose tokens there are."""
+        if tokens is None or (self.requests is not None and not tokens.has_names):
+            return None
+        return tokens.choose(self.requests, last=self.positions == "last", stage=self.phase)
 
 
 # -- the tensor of an output -------------------------------------------------------------------------------------
@@ -186,17 +204,6 @@ def _first(value: Any, count: int) -> Tensor | None:
     return value[:count] if isinstance(value, Tensor) and value.dim() == 1 else None
 
 
-def log_unknown(name: str, what: str) -> None:
-    """Log that the hook ``name`` has met a forward of which nothing is known."""
-    logger.warning(
-        "%s is for some %s, and it is not known which a forward has: it does not run in an engine "
-        "(hookline.factories.serving), and no batch is among its inputs. It does nothing in such forwards. In a plain "
-        "generate(), give hookline.patch a function",
-        name,
-        what,
-    )
-
-
 # -- one stage of a served model -----------------------------------------------------------------------------------
 
 _HookT = TypeVar("_HookT", bound=Observer)
@@ -218,15 +225,12 @@ class _OnlyInStage(Observer):
     """Call the observer behind it in one stage alone."""
 
     stage = "both"
-    _has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Observe the output, in the stage that was chosen."""
         tokens = running(inputs)
         if tokens is None:
-            if not self._has_logged:
-                self._has_logged = True
-                log_unknown(self.name, "phase")
+            self.log_unknown("phase")
         elif tokens.phase == self.stage:
             super().__call__(module, inputs, output, site=site)
         elif tokens.has_stage(self.stage):

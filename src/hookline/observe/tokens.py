@@ -59,6 +59,8 @@ class Tokens:
     """Names that no client has chosen, by which hooks of single requests find their rows; `requests` if left out."""
     room: int = 0
     """How many rows a flat batch has with its padding; 0 if that is not known."""
+    notes: list[Any] = field(default_factory=list, repr=False)
+    """What hooks tell whoever runs the model about requests of this forward; tables of a part of it have the same."""
     _choices: dict[Any, ChosenTokens] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -176,6 +178,7 @@ class Tokens:
             ids=_picked(self.ids, chosen),
             positions=chosen.pick(self.positions) if self.positions is not None else None,
             keys=of(self.keys),
+            notes=self.notes,
         )
 
     def with_tensors(self, change: Any) -> Tokens:
