@@ -156,9 +156,13 @@ def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
         return torch.tensor(numbers, device="cuda")
 
     batch = Batch(
-        on_device(11, 12, 13, 21, 22), on_device(0, 1, 2, 0, 1), on_device(3, 2), on_device(4, 7), rids=["a", "b"]
+        on_device(11, 12, 13, 21, 22),
+        on_device(0, 1, 2, 0, 1),
+        on_device(3, 2),
+        on_device(4, 7),
+        rids=["a", "b"],
+        extend_seq_lens_cpu=[3, 2],
     )
-    batch.extend_seq_lens_cpu = [3, 2]
     with torch.inference_mode():
         model(batch)
         torch.cuda.synchronize()

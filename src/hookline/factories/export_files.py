@@ -30,18 +30,9 @@ from hookline.observe.tokens import ChosenTokens, Tokens, sent_to_host
 from hookline.records.log import dumps
 
 __all__ = [
-    "SHARD_BYTES",
-    "ActivationDataset",
-    "ActivationItem",
-    "ExportItem",
-    "ExportRecord",
-    "Shards",
-    "can_store",
-    "copied",
-    "index_lines",
-    "item_of",
-    "read_export",
-]
+    "SHARD_BYTES", "ActivationDataset", "ActivationItem", "ExportItem", "ExportRecord", "Shards", "can_store", "copied",
+    "index_lines", "item_of", "read_export",
+]  # fmt: skip
 
 _INDEX: Final = "index-{number:03d}.jsonl"
 _SUFFIX: Final = ".safetensors"

@@ -138,11 +138,8 @@ def export_activations(
 
 def _check_new(folder: Path, modules: list[str]) -> None:
     there = {line["module"] for line in index_lines(folder)} if folder.is_dir() else set()
-    if there.intersection(modules):
-        raise OptionError(
-            f"{_NAME}: {folder} has activations of {', '.join(sorted(there.intersection(modules)))} from an earlier "
-            "call; choose another folder, or delete it."
-        )
+    if both := sorted(there.intersection(modules)):
+        raise OptionError(f"{_NAME}: {folder} has {', '.join(both)} from an earlier call; choose another folder.")
 
 
 class _Batch(ExportSink):
@@ -169,20 +166,16 @@ def _attached(model: nn.Module, target: Target, options: ExportOptions, batch: _
 
 def _named(sequences: Iterable[Sequence[int]]) -> Iterator[_NamedSequence]:
     for number, given in enumerate(sequences):
-        yield f"sequence-{number}", _token_ids(number, given)
-
-
-def _token_ids(number: int, given: Any) -> list[int]:
-    try:
-        ids = [operator.index(each) for each in given]
-    except TypeError:
-        raise OptionError(
-            f"{_NAME}: a sequence is a list of whole numbers, the ids of its tokens; sequence {number} is "
-            f"{repr(given)[:80]}."
-        ) from None
-    if not ids:
-        raise OptionError(f"{_NAME}: sequence {number} has no tokens; leave it out.")
-    return ids
+        try:
+            ids = [operator.index(each) for each in given]
+        except TypeError:
+            ids = []
+        if not ids:
+            raise OptionError(
+                f"{_NAME}: a sequence is a list of whole numbers, the ids of its tokens; sequence {number} is "
+                f"{repr(given)[:80]}."
+            )
+        yield f"sequence-{number}", ids
 
 
 def _batches(sequences: Iterable[_NamedSequence], size: int) -> Iterator[list[_NamedSequence]]:
@@ -202,13 +195,7 @@ def _run(model: nn.Module, rows: list[_NamedSequence]) -> None:
     ids = torch.tensor([ids for _, ids in rows], device=device)
     # No position_ids: models that count from another number than 0, as RoBERTa does, know it themselves.
     offered: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False}
-    with torch.no_grad(), serving(table):
-        model(input_ids=ids, **dict(_accepted(model, offered)))
-
-
-def _accepted(model: nn.Module, offered: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     takes = inspect.signature(unwrap(model).forward).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
-    for key, value in offered.items():
-        if key in takes or takes_all:
-            yield key, value
+    with torch.no_grad(), serving(table):
+        model(input_ids=ids, **{key: value for key, value in offered.items() if takes_all or key in takes})

@@ -66,9 +66,7 @@ class ExportOptions:
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(f"export: {self.folder} is a file, and folder has to be a folder.")
         if self.inputs and self.add_residual:
-            raise OptionError(
-                "export: add_residual is for a pair that a module returns, and inputs writes what it gets."
-            )
+            raise OptionError("export: add_residual is about what a module returns, and inputs about what it gets.")
 
 
 @tried_by()

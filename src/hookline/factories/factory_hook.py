@@ -107,13 +107,10 @@ class ByModule(Generic[_T]):
         """Return the state of a module."""
         if site is not None:
             return self.named(site.name, module)
-        kept = self._by_id.get(id(module))
-        if kept is None or kept[0]() is not module:
-            with self._lock:
-                kept = self._by_id.get(id(module))  # another thread may have been here meanwhile
-                if kept is None or kept[0]() is not module:
-                    kept = weakref.ref(module), self._named(self._free_name(module))
-                    self._by_id[id(module)] = kept
+        with self._lock:
+            kept = self._by_id.get(id(module))
+            if kept is None or kept[0]() is not module:
+                kept = self._by_id[id(module)] = weakref.ref(module), self._named(self._free_name(module))
         return kept[1]
 
     def named(self, name: str, module: nn.Module) -> _T:
@@ -131,13 +128,11 @@ class ByModule(Generic[_T]):
             return list(self._by_name.items())
 
     def _named(self, name: str) -> _T:
-        found = self._by_name.get(name)
-        if found is None:
+        if name not in self._by_name:
             with self._lock:
                 if name not in self._by_name:  # another thread may have been here meanwhile
                     self._by_name[name] = self._make(name)
-                found = self._by_name[name]
-        return found
+        return self._by_name[name]
 
     def _free_name(self, module: nn.Module) -> str:
         """Return the name that a module of a serving system has as an attribute, or one with a number."""
@@ -179,11 +174,9 @@ def read_options(factory: str, kind: type[_T], config: Mapping[str, Any] | None)
         raise OptionError(f"{factory}: config is an object of names and values, got {config!r}.")
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a type of dataclasses has no name
     given = {key: value for key, value in (config or {}).items() if value is not None or key not in names}
-    for key in given:
-        if key not in names:
-            raise OptionError(
-                f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {', '.join(names) or 'none'}."
-            )
+    for key in given.keys() - set(names):
+        known = ", ".join(names) or "none"
+        raise OptionError(f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {known}.")
     for each in fields(kind):  # type: ignore[arg-type]
         if each.default is MISSING and each.name not in given:
             raise OptionError(f"{factory} needs a {each.name}: {{{each.name!r}: 'states'}}.")

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -103,20 +103,21 @@ class MoeRouting(Observer):
                 "counted. Choose the module that returns logits, or give the router an attribute num_experts."
             )
             return
-        given = [measurable(each) for each in (logits, chosen) if each is not None]
-        real = [each if each is None else without_padding(each) for each in given]
-        if any(each is None for each in real):  # no numbers can be read at the moment
-            return
-        scores = None if logits is None else cast(Tensor, real[0]).reshape(-1, experts).float()
-        if chosen is not None:
-            picked = cast(Tensor, real[-1])
-        else:
-            top_k = self._options.top_k or _told(router, _TOP_K)
-            if top_k is None:
-                seen.warn("does not say how many experts a token goes to; the likeliest is counted. Give top_k=.")
-            picked = cast(Tensor, scores).topk(min(top_k or 1, experts), dim=-1).indices
-        if picked.numel():
+        scores, picked = (None if each is None else _real(each) for each in (logits, chosen))
+        if (scores is None) != (logits is None) or (picked is None) != (chosen is None):
+            return  # no numbers can be read at the moment
+        if scores is not None:
+            scores = scores.reshape(-1, experts).float()
+            if picked is None:
+                picked = scores.topk(min(self._top_k(seen, router), experts), dim=-1).indices
+        if picked is not None and picked.numel():
             self._add(seen, scores, picked.reshape(-1, picked.shape[-1]), experts)
+
+    def _top_k(self, seen: _Router, router: nn.Module) -> int:
+        found = self._options.top_k or _told(router, _TOP_K)
+        if found is None:
+            seen.warn("does not say how many experts a token goes to; the likeliest is counted. Give top_k=.")
+        return found or 1
 
     def _add(self, seen: _Router, scores: Tensor | None, chosen: Tensor, experts: int) -> None:
         wide = torch.float32 if chosen.device.type == "mps" else torch.float64  # which has no float64
@@ -162,6 +163,11 @@ _TOP_K: Final = ("top_k", "num_experts_per_tok", "num_selected_experts", "moe_to
 """Attributes by which routers say how many experts each token goes to."""
 _EXPERTS: Final = ("num_experts", "n_routed_experts")
 """Attributes by which routers say how many experts there are."""
+
+
+def _real(tensor: Tensor) -> Tensor | None:
+    local = measurable(tensor)
+    return None if local is None else without_padding(local)
 
 
 def _routed(router: nn.Module, output: Any) -> tuple[Tensor | None, Tensor | None, int]:

@@ -28,6 +28,7 @@ _Layers: TypeAlias = Sequence[_Layer]
 _IGNORED: Final = -100
 """The label of a token that has none, as in losses of language models."""
 _ITERATIONS: Final = 60
+_NAMES: Final = ("weight", "bias")
 _FACTS: Final = ("rows", "train_accuracy", "held_out_accuracy")
 
 
@@ -43,11 +44,11 @@ class ProbeHead:
 
     def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, float] | None = None) -> None:
         with torch.inference_mode(False):  # what is made in it can be used only there
-            own = [(weight.detach().cpu().float(), bias.detach().cpu().float()) for weight, bias in layers]
-        _check_layers(own)
-        self._layers = {torch.device("cpu"): own}
-        """By device."""
-        self.width: int = own[0][0].shape[1]
+            self._own = [(weight.detach().cpu().float(), bias.detach().cpu().float()) for weight, bias in layers]
+        _check_layers(self._own)
+        self._on = {torch.device("cpu"): self._own}
+        """The layers by device."""
+        self.width: int = self._own[0][0].shape[1]
         """How many features the activations have to have."""
         self.threshold = threshold
         """The score above which a token is flagged."""
@@ -68,25 +69,21 @@ class ProbeHead:
                 f"The probe is for {self.width} features, and the activations are of shape {tuple(hidden.shape)}: "
                 "put it on the module that it was trained on."
             )
-        layers = self._layers.get(hidden.device)
-        if layers is None:
+        device = hidden.device
+        if device not in self._on:
             with torch.inference_mode(False):
-                own, device = self._layers[torch.device("cpu")], hidden.device
-                layers = self._layers[device] = [(weight.to(device), bias.to(device)) for weight, bias in own]
-        return _logits(hidden.detach().float(), layers)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its matrices and biases by name, as in files."""
-        layers = enumerate(self._layers[torch.device("cpu")])
-        return {f"{n}.{name}": each for n, pair in layers for name, each in zip(("weight", "bias"), pair, strict=True)}
+                self._on[device] = [(weight.to(device), bias.to(device)) for weight, bias in self._own]
+        return _logits(hidden.detach().float(), self._on[device])
 
     def save(self, path: str | Path) -> None:
         """Write the head to a safetensors file, with its threshold and facts."""
         from safetensors.torch import save_file
 
+        tensors = {
+            f"{n}.{name}": each for n, pair in enumerate(self._own) for name, each in zip(_NAMES, pair, strict=True)
+        }
         about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
-        replace_file(Path(path), lambda draft: save_file(self.tensors, draft, metadata=about))
+        replace_file(Path(path), lambda draft: save_file(tensors, draft, metadata=about))
 
     @classmethod
     def load(cls, path: str | Path) -> ProbeHead:
@@ -97,31 +94,29 @@ class ProbeHead:
             with torch.inference_mode(False), safe_open(str(path), framework="pt") as file:
                 about = dict(file.metadata() or {})
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
+            layers = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in range(max(len(tensors) // 2, 1))]
             facts = {name: float(about[name]) for name in _FACTS if name in about}  # others may have added notes
-            return cls(_layers_of(tensors), threshold=float(about.get("threshold", 0.5)), facts=facts)
+            return cls(layers, threshold=float(about.get("threshold", 0.5)), facts=facts)
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise OptionError(f"{path} holds no probe, as train_probe(…).save(path) writes one ({error}).") from None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the head as data for a spec: ``{"head": head.to_plain()}`` is a config of ``probe`` without a file."""
-        return {name: each.tolist() for name, each in self.tensors.items()} | {"threshold": self.threshold}
+        layers = [dict(zip(_NAMES, (weight.tolist(), bias.tolist()), strict=True)) for weight, bias in self._own]
+        return {"layers": layers, "threshold": self.threshold}
 
     @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> ProbeHead:
         """Return the head that `to_plain` has described."""
         try:
             with torch.inference_mode(False):
-                tensors = {name: torch.tensor(each).float() for name, each in given.items() if name != "threshold"}
-            return cls(_layers_of(tensors), threshold=float(given.get("threshold", 0.5)))
+                pairs = [[torch.tensor(each[name]).float() for name in _NAMES] for each in given["layers"]]
+            return cls([(weight, bias) for weight, bias in pairs], threshold=float(given.get("threshold", 0.5)))
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise OptionError(
-                "A head as data is {'0.weight': rows of numbers, '0.bias': numbers, …, 'threshold': 0.5}, as "
+                "A head as data is {'layers': [{'weight': rows of numbers, 'bias': numbers}, …], 'threshold': 0.5}, as "
                 f"ProbeHead.to_plain returns it ({type(error).__name__}: {str(error)[:120]})."
             ) from None
-
-
-def _layers_of(tensors: Mapping[str, Tensor]) -> _Layers:
-    return [(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in range(max(len(tensors) // 2, 1))]
 
 
 def _logits(x: Tensor, layers: _Layers) -> Tensor:
@@ -175,10 +170,9 @@ def train_probe(
     """
     if hidden:
         checked("train_probe: hidden", hidden, int)
-    if not 0 <= checked("train_probe: held_out", held_out, float) < 1:
-        raise OptionError(f"train_probe: held_out is a share of the rows, from 0 to less than 1, got {held_out!r}.")
-    if checked("train_probe: weight_decay", weight_decay, float) < 0:
-        raise OptionError(f"train_probe: weight_decay is 0 or more, got {weight_decay!r}.")
+    for name, value, most in (("held_out", held_out, 1), ("weight_decay", weight_decay, float("inf"))):
+        if not 0 <= checked(f"train_probe: {name}", value, float) < most:
+            raise OptionError(f"train_probe: {name} is from 0 to less than {most}, got {value!r}.")
     with torch.inference_mode(False), torch.enable_grad():
         x, y, group = _rows(activations, labels, groups)
         generator = torch.Generator().manual_seed(seed)

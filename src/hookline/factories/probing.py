@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.activation_statistics import ActivationStats
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import RequestFlag, note_scores
 from hookline.factories.served_batch import TokenOptions, measurable, only_in_stage, running
+from hookline.factories.streaming_stats import ActivationStats
 from hookline.observe.tokens import current_tokens, serving
 from hookline.observe.watch.row import Layout, as_metrics
 from hookline.sites import _torch
@@ -131,10 +131,11 @@ class Probe(ActivationStats):
     def to_metrics(self) -> dict[str, float]:
         """Return for each module: mean and highest score, tokens that were scored, and those that were flagged."""
         found: dict[str, float] = {}
-        (over,) = self._streaming.layout.over
+        layout = self._streaming.engine.layout
+        (over,) = layout.over
         for name, cells in self.read().items():
             if cells["count"]:
-                stats = as_metrics(cells, self._streaming.layout)
+                stats = as_metrics(cells, layout)
                 found |= {f"{name}/score": stats["mean"], f"{name}/highest": stats["max"]}
             if cells["count"] or name in self._expected:
                 found |= {f"{name}/flagged": cells[over], f"{name}/tokens": cells["count"]}

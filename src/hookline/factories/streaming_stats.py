@@ -1,6 +1,6 @@
-"""Add up statistics of outputs by the engine of ``watch`` while a model answers.
+"""``activation_stats``: keep streaming statistics of outputs while a model answers, by the engine of ``watch``.
 
-``activation_stats``, ``nan_alarm`` and ``probe`` derive from `StreamingObserver`. In inference mode torch does not say
+Specs and users make it; ``nan_alarm`` and ``probe`` derive from its classes. In inference mode torch does not say
 whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does in training. A
 launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes; a copy takes
 10. So small outputs on a GPU are copied, and the copies of a forward are reduced together; larger ones are worth a
@@ -11,18 +11,25 @@ operator, and they are reduced together.
 from __future__ import annotations
 
 import functools
+import logging
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from hookline.factories.factory_hook import ByModule, Observer
-from hookline.factories.served_batch import output_tensor, without_padding
+from hookline.errors import OptionError
+from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
+from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, without_padding
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of
+from hookline.observe.watch.row import Layout, as_metrics, table_of
+from hookline.records.log import LineFile, json_line
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.hook_at_site import PerSiteHook
@@ -31,11 +38,12 @@ from hookline.tree import main_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
-__all__ = ["Gathered", "StreamedModule", "Streaming", "StreamingObserver"]
+__all__ = ["ActivationStats", "Gathered", "StreamedModule", "Streaming", "StreamingObserver", "activation_stats"]
+
+logger = logging.getLogger("hookline.factories.activation_stats")
 
 _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 """Devices that the engine reads at once, as they do not run behind the host."""
@@ -66,11 +74,6 @@ class Streaming:
     def __init__(self, layout: Layout) -> None:
         self.engine = StatsEngine(layout)
 
-    @property
-    def layout(self) -> Layout:
-        """Return which statistics are counted."""
-        return self.engine.layout
-
     def take(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None = None) -> None:
         """Add the statistics of a tensor, now or at the end of the forward; or put it into ``gathered`` for that."""
         place, device = module.watched, tensor.device
@@ -80,10 +83,6 @@ class Streaming:
             gathered.append((module, tensor))
         else:
             self.engine.take(place, _copied(tensor) if _may_change(tensor) else tensor)
-
-    def take_gathered(self, gathered: Gathered) -> None:
-        """Add the statistics of tensors, those on one device in one launch."""
-        self.engine.take_all((module.watched, tensor, None) for module, tensor in gathered)
 
     def read(self, modules: Iterable[StreamedModule]) -> list[dict[str, float]]:
         """Return the columns of each module: one transfer per device."""
@@ -184,7 +183,7 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
             gathered: Gathered = []
             for name, module, found, _ in items:
                 self._fire(self._modules.named(name, module), found[0] if found else None, gathered)
-            self._streaming.take_gathered(gathered)
+            self._streaming.engine.take_all((seen.watched, tensor, None) for seen, tensor in gathered)
 
     def _end_forward(self) -> None:
         """Begin the next forward: reduce what waits."""
@@ -205,3 +204,134 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
 _torch.leave_to_python(StreamingObserver.__call__)
+
+
+# -- the factory -------------------------------------------------------------------------------------------------
+
+_COUNTS: Final = ("nonfinite", "nan", "inf")
+
+
+@dataclass(frozen=True)
+class StatsOptions:
+    """The config of ``activation_stats``."""
+
+    stats: Any = None
+    phase: Stage = "both"
+    log_every: int | None = None
+    file: Path | None = None
+    add_residual: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The statistics that are asked for."""
+        if self.stats is not None and not isinstance(self.stats, str | list | tuple):
+            raise OptionError(f"activation_stats: stats is a list of names such as 'mean', got {self.stats!r}.")
+        return Layout.of(tuple(self.stats) if isinstance(self.stats, list) else self.stats)
+
+
+def _try(config: Mapping[str, Any]) -> ActivationStats:
+    """Check a config without opening the file."""
+    return _make(replace(read_options("activation_stats", StatsOptions, config), file=None))
+
+
+@tried_by(_try)
+def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats:
+    """Make a hook that keeps streaming statistics of every module it is on.
+
+    Recipe::
+
+        hook = activation_stats({"stats": ["mean", "absmax"]})
+        with hookline.attach(model, "layers.#", hook):
+            model(x)
+        hook.to_metrics()  # {"layers.0/mean": ..., "layers.0/absmax": ...}
+
+    Args:
+        config: ``stats``: their names, as ``hookline.watch`` takes them. ``phase``: ``"prefill"`` or ``"decode"`` of a
+            served model, for one of them alone. ``log_every``: seconds after which the next forward writes a line, to
+            ``file`` (JSONL) if there is one, else to the log; it waits for the device once. ``add_residual``: of an
+            output that is a pair of tensors of one shape, as SGLang's layers give, look at their sum.
+    """
+    return _make(read_options("activation_stats", StatsOptions, config))
+
+
+def _make(options: StatsOptions) -> ActivationStats:
+    log = None if options.log_every is None and options.file is None else _StatsLog(options)
+    return only_in_stage(ActivationStats, options.phase)(options.layout, log=log, add_residual=options.add_residual)
+
+
+class ActivationStats(StreamingObserver[StreamedModule]):
+    """Keep the statistics of all modules that one ``activation_stats`` is on, also after removal."""
+
+    name = "activation_stats"
+
+    def __init__(self, layout: Layout, *, log: _StatsLog | None = None, add_residual: bool = False) -> None:
+        super().__init__(Streaming(layout), StreamedModule, add_residual=add_residual)
+        self._ended = 0
+        self._log = log
+
+    def _end_forward(self) -> None:
+        self._ended += 1
+        super()._end_forward()
+        if self._log is not None and self._log.is_due():
+            self._log.write(self.to_metrics(), self._ended)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return every statistic since the last reset by ``"module/statistic"``; one transfer.
+
+        Counts of what is not finite are there as 0 before the first: an alert needs its series then.
+        """
+        layout = self._streaming.engine.layout
+        if layout.by_unit:
+            return self._streaming.engine.to_metrics()
+        found: dict[str, float] = {}
+        for name, cells in self.read().items():
+            is_known = "nonfinite" in layout.stats and not cells["bad"] and (name in self._expected or cells["count"])
+            stats = dict.fromkeys(_COUNTS, 0.0) if is_known else {}
+            found |= {f"{name}/{stat}": value for stat, value in (stats | as_metrics(cells, layout)).items()}
+        return found
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return the columns of each module's row, from which statistics are computed."""
+        modules = dict(self._modules.items())
+        return dict(zip(modules, self._streaming.read(modules.values()), strict=True))
+
+    def reset(self) -> None:
+        """Drop what was counted so far."""
+        self._streaming.engine.reset()
+
+    def close(self) -> None:
+        """Write the last line."""
+        if self._log is not None:
+            self._log.close(self.to_metrics(), self._ended + (self._first is not None))
+
+
+class _StatsLog:
+    """Write the lines of one hook, and keep when the next is due."""
+
+    def __init__(self, options: StatsOptions) -> None:
+        self._pause = float("inf") if options.log_every is None else options.log_every
+        # A path that cannot be written is an error now, not in the middle of a run.
+        self._file = None if options.file is None else LineFile(options.file)
+        self._last_time, self._last_forward = time.monotonic(), 0
+
+    def is_due(self) -> bool:
+        """Return whether enough time has passed since the last line."""
+        return time.monotonic() - self._last_time >= self._pause
+
+    def write(self, metrics: dict[str, float], forwards: int) -> None:
+        """Write a line; ``forwards`` is how many there have been so far."""
+        self._last_time, self._last_forward = time.monotonic(), forwards
+        if self._file is None:
+            logger.info("%d forwards\n%s", forwards, table_of(metrics).text())
+            return
+        try:
+            self._file.write(json_line({"time": time.time(), "forwards": forwards, **metrics}))
+        except OSError as error:
+            logger.error("The file of statistics cannot be written, and the run goes on: %s", error)
+
+    def close(self, metrics: dict[str, float], forwards: int) -> None:
+        """Write the last line, if there were forwards after the one before; may be called again."""
+        if forwards > self._last_forward:
+            self.write(metrics, forwards)
+        if self._file is not None:
+            self._file.close()
