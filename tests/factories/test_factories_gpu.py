@@ -209,10 +209,10 @@ def test_scores_and_choices_are_those_of_the_cpu() -> None:
     hidden[..., 0] = torch.tensor([[-1.0, 2.0, 1.0], [3.0, 3.0, 0.5]])  # two tokens of a, one of b, and padding
     for device in ("cpu", "cuda"):
         hooks = [probe({"head": head_of(64), "action": "flag"}), moe_routing({"top_k": 2, "per_expert": True})]
-        with serving(TWO):
+        with serving(table := TWO.noted()):
             for hook in hooks:
                 hook(nn.Identity(), (), hidden.to(device))
-        flags[device] = read_flags(TWO)
+        flags[device] = read_flags(table)
         found[device] = hooks[0].to_metrics() | hooks[1].to_metrics()
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
     assert flags["cpu"], "nothing is flagged, which proves nothing"

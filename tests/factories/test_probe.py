@@ -126,19 +126,19 @@ def test_without_an_engine_all_tokens_are_scored(caplog: pytest.LogCaptureFixtur
 
 def test_flags_go_to_the_request_they_belong_to() -> None:
     """One flag for each probe and module: how many tokens, the first position, the highest score."""
-    layer = nn.Identity()
+    layer, table = nn.Identity(), PADDED.noted()
     hook = probe({"head": head_for(0), "action": "flag", "name": "seven"})
     silent = probe({"head": head_for(0)})
-    with serving(PADDED):
+    with serving(table):
         hook(layer, (), HIDDEN)
         silent(layer, (), HIDDEN)
-    found = read_flags(PADDED)
+    found = read_flags(table)
     assert {request: [(f.probe, f.tokens, f.position, f.stops) for f in flags] for request, flags in found.items()} == {
         "a": [("seven", 1, 1, False)],
         "b": [("seven", 1, 0, False)],
     }
     assert found["b"][0].score == pytest.approx(float(torch.tensor(2.0).sigmoid()))
-    assert read_flags(PADDED) == {}
+    assert read_flags(table) == {}
 
 
 def test_a_flat_batch_of_a_serving_system_is_scored_by_request() -> None:
@@ -146,7 +146,7 @@ def test_a_flat_batch_of_a_serving_system_is_scored_by_request() -> None:
     ids = torch.arange(5)
     batch = Batch(ids, ids, torch.tensor([3, 2]), torch.tensor([4, 9]), torch.tensor([3, 2]), ["a", "b"])
     torch.manual_seed(0)
-    model, table = Decoder(), tokens_of_batch(batch)
+    model, table = Decoder(), tokens_of_batch(batch).noted()
     hook = probe({"head": head_for(0), "add_residual": True, "requests": ["b"], "action": "stop"})
     with torch.no_grad(), hl.capture(model, "layers.1") as cache, hl.attach(model, "layers.1", hook), serving(table):
         model(batch)
@@ -185,13 +185,13 @@ def test_training_under_a_probe_ends_bit_for_bit_the_same() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_without_a_score_is_flagged(value: float) -> None:
     """NaN or infinity in an activation does not let a token pass; its neighbours keep their scores."""
-    hidden = HIDDEN.clone()
+    hidden, table = HIDDEN.clone(), PADDED.noted()
     hidden[1, 2, 3] = value
     hidden[..., 0] = -2.0
     hook = probe({"head": head_for(0), "action": "stop"})
-    with serving(PADDED):
+    with serving(table):
         hook(nn.Identity(), (), hidden)
-    assert {request: [flag.score for flag in flags] for request, flags in read_flags(PADDED).items()} == {"b": [1.0]}
+    assert {request: [flag.score for flag in flags] for request, flags in read_flags(table).items()} == {"b": [1.0]}
     assert hook.to_metrics()["Identity.0/flagged"] == 1
     with pytest.raises(OptionError, match="have NaN"):
         ProbeHead([(torch.full((1, 8), value), torch.zeros(1))])

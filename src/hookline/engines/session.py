@@ -93,8 +93,8 @@ class Session:
 
     def begin_step(self, table: Tokens | None) -> None:
         """Say whose tokens the next forward has; None if nobody knows."""
+        table = self._table = None if table is None else table.noted()
         set_tokens(table)
-        self._table = table
         if table is not None:
             self.states.begin_step(table)
 

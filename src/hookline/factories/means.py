@@ -77,7 +77,11 @@ class RecordMean(Observer):
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Add an output to the sum of its module."""
-        tensor = None if _torch.in_recomputation() else measurable(output_tensor(output, self._options.add_residual))
+        if not _torch.in_recomputation():  # it was counted the first time
+            self._take(module, site, output)
+
+    def _take(self, module: nn.Module, site: Site | None, output: Any) -> None:
+        tensor = measurable(output_tensor(output, self._options.add_residual))
         tensor = None if tensor is None else without_padding(tensor.dequantize() if tensor.is_quantized else tensor)
         if tensor is None or not tensor.numel() or not tensor.dim() or tensor.is_complex():
             return

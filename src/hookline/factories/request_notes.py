@@ -1,7 +1,7 @@
 """Carry what probes find out about requests to the engine that answers them: flags, and the wish to stop.
 
-``probe`` adds to the notes of the table of tokens (`Tokens.notes`); the engine that has made the table calls
-`read_flags` when the tokens of the forward have been chosen. Scores stay on their device until then.
+``probe`` adds to the notes of the table of tokens; an engine runs its forwards with ``table.noted()``, and calls
+`read_flags` with it when the tokens of the forward have been chosen. Scores stay on their device until then.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class RequestFlag:
 
 
 def note_scores(flag: RequestFlag, chosen: ChosenTokens, scores: Tensor, threshold: float) -> None:
-    """Note the score of each of the ``chosen`` tokens; one over ``threshold`` is a ``flag``, with its numbers."""
-    chosen.tokens.notes.append((flag, chosen, scores, threshold))
+    """Note the scores of tokens, if an engine reads them; one over ``threshold`` is a ``flag`` with its numbers."""
+    if chosen.tokens.notes is not None:
+        chosen.tokens.notes.append((flag, chosen, scores, threshold))
 
 
 def read_flags(tokens: Tokens) -> dict[str, list[RequestFlag]]:
     """Return by request what was flagged in the forward of ``tokens``, and drop it; one transfer for each device."""
-    noted = [tokens.notes.pop(0) for _ in list(tokens.notes)]
+    noted = list(tokens.notes or ())
+    if tokens.notes:
+        tokens.notes.clear()
     found: dict[str, list[RequestFlag]] = {}
     all_scores = on_host(scores.flatten() for _, _, scores, _ in noted)
     for (flag, chosen, _, threshold), scores in zip(noted, all_scores, strict=True):

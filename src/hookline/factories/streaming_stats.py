@@ -3,8 +3,8 @@
 Specs and users make it; ``nan_alarm`` and ``probe`` derive from its classes. In inference mode torch does not say
 whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does in training. A
 launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes; a copy takes
-10. So small outputs on a GPU are copied, and the copies of a forward are reduced together; larger ones are worth a
-launch of their own. On a CPU each is reduced in its call. Compiled code hands the outputs of all modules over by one
+10. So small outputs on a GPU are copied (`Copies`), and those of a forward are reduced together; larger ones are worth
+a launch of their own. On a CPU each is reduced in its call. Compiled code hands the outputs of all modules over by one
 operator, and they are reduced together.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ from hookline.factories.factory_hook import ByModule, Observer, read_options, tr
 from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, without_padding
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import hand_over_late
-from hookline.observe.watch.pending import limit_of
+from hookline.observe.watch.pending import limit_of, streams_of
+from hookline.observe.watch.place import Note
 from hookline.observe.watch.row import Layout, as_metrics, table_of
 from hookline.records.log import LineFile, json_line
 from hookline.sites import _torch
@@ -47,19 +49,22 @@ logger = logging.getLogger("hookline.factories.activation_stats")
 
 _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 """Devices that the engine reads at once, as they do not run behind the host."""
-_SMALL_SHARE: Final = 4096
-"""Of what `limit_of` gives, a copied output has one part in so many at most: 560 KiB on an H200, a batch of 64 tokens
-of width 4096."""
+_SHARE: Final = 16
+"""Of what `limit_of` gives, copies take one part in so many at most: 1/1024 of the GPU's memory, 140 MiB on an H200."""
+_SMALL_SHARE: Final = 256
+"""Of that, an output has one part in so many at most: 560 KiB on an H200, a batch of 64 tokens of width 4096."""
 
 
 class StreamedModule:
     """Hold the row of one module, and count its calls."""
 
-    __slots__ = ("calls", "name", "watched")
+    __slots__ = ("calls", "copies", "name", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
         self.name = name
         self.watched = engine.place(name, "")
+        self.copies: Copies | None = None
+        """What copies its outputs, if it may."""
         self.calls = 0
 
 
@@ -68,50 +73,138 @@ Gathered: TypeAlias = list[tuple[StreamedModule, Tensor]]
 """Outputs of compiled code that are reduced together, before it goes on and uses their memory again."""
 
 
+class Copies:
+    """Copy small outputs on a GPU, one of each module, and reduce them together. Threads may share it.
+
+    An output may be changed in place right after the call. Its copy lies where the one of the last forward lay, so the
+    table of addresses is on the device already, and the host makes two launches a forward.
+    """
+
+    def __init__(self, engine: StatsEngine, device: torch.device) -> None:
+        self._engine = engine
+        self._limit = limit_of(device) // _SHARE
+        self._streams = streams_of(device)
+        self._stream = self._streams.now()
+        """The stream that copies and reduces."""
+        self._buffers: dict[StreamedModule, Tensor] = {}
+        self._waiting: dict[StreamedModule, Tensor] = {}
+        self._launch: tuple[list[StreamedModule], Callable[[], None]] = [], lambda: None
+        """Whose copies were reduced last, and the call that does it again."""
+        self._lock = threading.Lock()
+
+    def take(self, module: StreamedModule, tensor: Tensor) -> bool:
+        """Copy an output; return False if that cannot be done."""
+        if type(tensor) is not Tensor or not tensor.is_inference() or _torch.is_wrapped(tensor):
+            return False
+        with self._lock:
+            stream = self._streams.now()
+            if stream and _torch.capturing():  # CUDA records no graph on the stream of number 0: asking takes 2 µs
+                return False
+            if stream != self._stream:
+                self._follow(stream)
+            buffer = self._buffers.get(module)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype is not tensor.dtype:
+                buffer = self._new_buffer(module, tensor)
+            elif module in self._waiting:
+                self._reduce()
+            if buffer is not None:
+                self._waiting[module] = buffer.copy_(tensor)
+            return buffer is not None
+
+    def flush(self) -> None:
+        """Reduce all copies; the current stream waits for that."""
+        with self._lock:
+            if not _torch.capturing():  # it would become part of the graph, and be done at each replay
+                self._reduce()
+                self._follow(self._streams.now())
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        with self._lock:
+            self._waiting = {}
+
+    def _new_buffer(self, module: StreamedModule, tensor: Tensor) -> Tensor | None:
+        """Return memory for outputs like ``tensor``, if there is enough."""
+        self._reduce()
+        self._launch = [], lambda: None  # it has the addresses
+        self._buffers.pop(module, None)
+        held, size = sum(each.nbytes for each in self._buffers.values()), tensor.nbytes
+        if (
+            not size
+            or size > self._limit // _SMALL_SHARE
+            or held + size > self._limit
+            or tensor.layout != torch.strided
+        ):
+            return None
+        with torch.inference_mode(False):
+            buffer = self._buffers[module] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return buffer
+
+    def _follow(self, stream: int) -> None:
+        """Go on on another stream, behind the one so far, with other memory: torch's allocator asks no other stream
+        whether it is done.
+        """
+        if stream != self._stream:
+            self._reduce()
+            self._buffers.clear()
+            self._launch = [], lambda: None
+            self._streams.join(self._stream)
+            self._stream = stream
+
+    def _reduce(self) -> None:
+        """Reduce all copies on the stream that made them."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return
+        with self._streams.on(self._stream):
+            if list(waiting) != self._launch[0]:
+                notes = [Note(module.watched, buffer) for module, buffer in waiting.items()]
+                launch = self._engine.prepare(notes) or functools.partial(self._engine.take_all, notes)
+                self._launch = list(waiting), launch
+            self._launch[1]()
+
+
 class Streaming:
     """Add up statistics of any number of modules, on the devices of their tensors."""
 
     def __init__(self, layout: Layout) -> None:
         self.engine = StatsEngine(layout)
+        self._copies: dict[torch.device, Copies] = {}
 
     def take(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None = None) -> None:
         """Add the statistics of a tensor, now or at the end of the forward; or put it into ``gathered`` for that."""
+        if gathered is None and module.copies is not None and module.copies.take(module, tensor):
+            return
         place, device = module.watched, tensor.device
         if device not in place.rows and _torch.capturing():
             place.unread = "the first forward was recorded as a CUDA graph, where nothing can be made ready"
-        elif gathered is not None and device.type not in _READ_AT_ONCE:
+        elif device.type in _READ_AT_ONCE:
+            self.engine.take(place, tensor)
+        elif gathered is not None:
             gathered.append((module, tensor))
-        else:
-            self.engine.take(place, _copied(tensor) if _may_change(tensor) else tensor)
+        else:  # the first one at once: rows are made then, and the kernel that a CUDA graph may need as well
+            self.engine.take(place, tensor)
+            if not self.engine.layout.by_unit:
+                module.copies = self._copies.get(device) or self._copies.setdefault(device, Copies(self.engine, device))
+
+    def flush(self) -> None:
+        """Reduce what waits."""
+        self.engine.flush()
+        for copies in list(self._copies.values()):
+            copies.flush()
 
     def read(self, modules: Iterable[StreamedModule]) -> list[dict[str, float]]:
         """Return the columns of each module: one transfer per device."""
         with self.engine.lock:
+            self.flush()
             cells = self.engine.read()
             return [cells[module.watched] for module in modules]
 
-
-def _may_change(tensor: Tensor) -> bool:
-    """Return whether a small tensor on a GPU may be changed in place behind the back of torch."""
-    return (
-        tensor.is_inference()
-        and tensor.device.type not in _READ_AT_ONCE
-        and type(tensor) is Tensor
-        and _torch.has_numbers(tensor)
-        and tensor.layout is torch.strided
-        and tensor.nbytes <= _most_copied(tensor.device)
-        and not _torch.capturing()
-    )
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # a copy whose changes are counted, so that the engine may hold it
-        return tensor.clone()
-
-
-@functools.cache
-def _most_copied(device: torch.device) -> int:
-    return limit_of(device) // _SMALL_SHARE
+    def reset(self) -> None:
+        """Drop what was counted so far."""
+        for copies in list(self._copies.values()):
+            copies.forget()
+        self.engine.reset()
 
 
 def _main_output(tensors: list[Tensor]) -> Found:
@@ -187,7 +280,7 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
 
     def _end_forward(self) -> None:
         """Begin the next forward: reduce what waits."""
-        self._streaming.engine.flush()
+        self._streaming.flush()
 
     def _take(self, seen: ModuleT, tensor: Tensor, gathered: Gathered | None) -> None:
         """Add the statistics of ``tensor``."""
@@ -297,7 +390,7 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 
     def reset(self) -> None:
         """Drop what was counted so far."""
-        self._streaming.engine.reset()
+        self._streaming.reset()
 
     def close(self) -> None:
         """Write the last line."""
