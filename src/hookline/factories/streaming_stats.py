@@ -125,9 +125,9 @@ class Copies:
 
     def _new_buffer(self, module: StreamedModule, tensor: Tensor) -> Tensor | None:
         """Return memory for outputs like ``tensor``, if there is enough."""
-        self._reduce()
-        self._launch = [], lambda: None  # it has the addresses
-        self._buffers.pop(module, None)
+        if self._buffers.pop(module, None) is not None:
+            self._reduce()
+            self._launch = [], lambda: None  # it has the addresses
         held, size = sum(each.nbytes for each in self._buffers.values()), tensor.nbytes
         if (
             not size
