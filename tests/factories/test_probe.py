@@ -53,12 +53,6 @@ def test_training_leaves_random_streams_alone_and_repeats_itself(tmp_path: Path)
     assert (loaded.threshold, loaded.facts, loaded.width) == (0.5, head.facts, 6)
 
 
-def test_making_a_head_never_touches_the_stream_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even for a moment: another thread may draw from it."""
-    monkeypatch.setattr(torch.random, "fork_rng", None)
-    train_probe(POINTS, HALVES, hidden=4)
-
-
 @pytest.mark.parametrize(
     ("activations", "labels", "says"),
     [

@@ -112,12 +112,12 @@ def tokens_of_batch(batch: Any) -> Tokens | None:
 
     Requests are called by their ``rid``. None if the host does not know them.
     """
-    mode, ids, positions = batch.forward_mode, batch.input_ids, batch.positions
+    mode, ids, positions = batch.forward_mode, batch.input_ids, getattr(batch, "positions", None)
     # In two-batch overlap modules are called with halves of the batch, which are among their inputs.
     if mode.is_idle() or getattr(batch, "tbo_split_seq_index", None) is not None:
         return None
     names = _names(batch)
-    lengths = _numbers(batch.extend_seq_lens_cpu) or _numbers(batch.extend_seq_lens)
+    lengths = _numbers(batch, "extend_seq_lens_cpu") or _numbers(batch, "extend_seq_lens")
     if mode.is_decode():
         lengths = (1,) * len(names)
     elif not lengths and mode.is_target_verify():  # speculative decoding checks as many tokens of each request
@@ -125,7 +125,7 @@ def tokens_of_batch(batch: Any) -> Tokens | None:
     total = sum(lengths)
     if not lengths or len(lengths) != len(names) or (mode.is_target_verify() and total != len(ids)):
         return None
-    known = _numbers(positions)
+    known = _numbers(batch, "positions")
     begins = accumulate(lengths[:-1], initial=0)
     firsts = tuple(known[begin] for begin in begins) if len(known) >= total else (None,) * len(lengths)
     # What follows the tokens is padding.
@@ -143,8 +143,8 @@ def _names(batch: Any) -> tuple[str, ...]:
     """Return what requests are called: by their ``rids``, or by their places in the pool, if the host has these."""
     if getattr(batch, "rids", None):
         return tuple(map(str, batch.rids))
-    places = _numbers(batch.req_pool_indices)
-    return tuple(f"pool-{number}" for number in places) or ("",) * len(batch.req_pool_indices)
+    pool = getattr(batch, "req_pool_indices", ())
+    return tuple(f"pool-{number}" for number in _numbers(batch, "req_pool_indices")) or ("",) * len(pool)
 
 
 def _phases(batch: Any, mode: Any, lengths: Sequence[int]) -> tuple[str, ...]:
@@ -157,8 +157,9 @@ def _phases(batch: Any, mode: Any, lengths: Sequence[int]) -> tuple[str, ...]:
     return tuple("decode" if length == 1 and prefix else "prefill" for length, prefix in both)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    """Return the whole numbers that the host has; none if only a device has them."""
+def _numbers(batch: Any, key: str) -> tuple[int, ...]:
+    """Return the whole numbers of an attribute that the host has; none if only a device has them."""
+    values = getattr(batch, key, None)
     if isinstance(values, Tensor):
         values = values.flatten().tolist() if values.device.type == "cpu" else ()
     return tuple(map(int, values or ()))
