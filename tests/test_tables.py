@@ -89,7 +89,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     with hl.rollback(model) as receipt, torch.no_grad():
         model[0].weight.zero_()
     manager, sink = trained()
-    probe, steer = probed_and_steered()
     found = {
         "find": hl.find(model),
         "handle": one,
@@ -102,9 +101,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "cache": cache,
         "captured": cache["1"],
         "doctor": hl.doctor(model),
-        "probe": probe,
-        "steer": steer,
-        "factory without numbers": hl.factories.log_shapes(),
         "edit": hl.edits.steer(torch.ones(4), 2.0, index=(slice(None), -1)),
         "edit by a function": patch.edits[1],
         "heat map": hl.observe.HeatMap(x),
@@ -118,15 +114,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     for handle in (one, many, patch, watch, cache):
         handle.remove()
     return found
-
-
-def probed_and_steered() -> tuple[Any, Any]:
-    model, x = model_and_data()
-    head = hl.factories.train_probe(x, x[:, 0] > 0, hidden=2, held_out=0.0)
-    probe, steer = hl.factories.probe({"head": head}), hl.factories.steer({"vector": [1.0] * 4})
-    with hl.attach(model, "0", probe), hl.attach(model, ["0", "1"], steer):
-        model(x)
-    return probe, steer
 
 
 def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses():

@@ -19,12 +19,19 @@ ROWS = Tokens.padded(("req-a", "req-b"), ((7, 8, 9), (3,)), (0, 4), "prefill")
 LATER = Tokens.padded(("req-b",), ((4,),), (5,), "decode")
 
 
+class Prompts:
+    """A mode of SGLang."""
+
+    is_decode = is_idle = is_mixed = is_target_verify = staticmethod(lambda: False)
+
+
 class Packed:
     """A flat batch, as SGLang's layers are called with."""
 
     input_ids = torch.tensor([1, 2, 3])
     positions = torch.tensor([0, 1, 9])
     seq_lens = torch.tensor([2, 10])
+    forward_mode = Prompts()
     extend_seq_lens_cpu = (2, 1)
     rids = ("x", "y")
 

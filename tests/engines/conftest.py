@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hookline.factories.request_notes import current_notes
 from hookline.observe.tokens import current_tokens
 
 
@@ -19,4 +18,3 @@ def context(monkeypatch):
     for worker in found.workers:
         worker.__dict__["_hookline_hooks"].close()
     assert current_tokens() is None
-    assert current_notes() is None

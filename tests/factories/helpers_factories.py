@@ -17,6 +17,7 @@ __all__ = [
     "Batch",
     "Decoder",
     "Layer",
+    "Mode",
     "Named",
     "Wrapped",
     "exported",
@@ -25,6 +26,14 @@ __all__ = [
 WIDTH = 8
 PADDED = Tokens.padded(("a", "b"), ((1, 2, 3), (9,)), (0, 0), "prefill")
 """Two prompts in one batch, the second padded by two."""
+
+
+class Mode:
+    """As much of a ForwardMode as is asked for."""
+
+    def __init__(self, name: str) -> None:
+        for each in ("decode", "idle", "mixed", "target_verify"):
+            setattr(self, f"is_{each}", lambda each=each: each == name)
 
 
 @dataclass
@@ -38,6 +47,11 @@ class Batch:
     extend_seq_lens: Tensor | None = None
     rids: list[str] | None = None
     extend_seq_lens_cpu: list[int] | None = None
+    forward_mode: Any = None
+
+    def __post_init__(self) -> None:
+        is_decode = self.extend_seq_lens is None and not self.extend_seq_lens_cpu
+        self.forward_mode = self.forward_mode or Mode("decode" if is_decode else "extend")
 
 
 class Layer(nn.Module):

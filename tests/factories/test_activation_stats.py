@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ from helpers_threads import in_threads
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import activation_stats, serving
+from hookline.factories import activation_stats, serving, streaming_stats
+from hookline.observe.watch import engine
+from hookline.observe.watch.reduce import reduce_on_device
+from hookline.observe.watch.row import Layout
+from hookline.sites.compiled.op_schemas import Handed
 
 STATS = ["mean", "std", "rms", "min", "max", "absmax", "zero_fraction", "nan", "inf"]
 
@@ -135,3 +140,74 @@ def test_lines_are_written_when_they_are_due_and_at_the_end(tmp_path: Path, monk
     assert lines[2]["forwards"] == 5
     assert lines[2]["0/max"] == "Infinity"
     assert len(lines) == 3
+
+
+class Layered(nn.Module):
+    """Three layers whose outputs the next one changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu_()
+        return x
+
+
+class KernelOnCpu:
+    """Stands for the kernel of a GPU, and keeps how many tensors each launch had."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.launches: list[int] = []
+
+    def prepare(self, items: list[Any]) -> Any:
+        return lambda: self.take(items)
+
+    def take(self, items: list[Any]) -> None:
+        self.launches.append(len(items))
+        for tensor, row, scale in items:
+            row.merge_tensor(reduce_on_device(tensor, self.layout, scale))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> KernelOnCpu:
+    """The CPU is taken for a device that works behind the host."""
+    kernel = KernelOnCpu(Layout.of(tuple(STATS)))
+    monkeypatch.setattr(streaming_stats, "_READ_AT_ONCE", ())
+    monkeypatch.setattr(engine, "_READ_ON_HOST", ())
+
+    def kernel_of(self: Any, device: torch.device) -> KernelOnCpu:
+        return self._kernels.setdefault(device, kernel)
+
+    monkeypatch.setattr(engine.StatsEngine, "kernel", kernel_of)
+    return kernel
+
+
+def test_outputs_behind_the_host_count_as_they_were_in_the_call(kernel: KernelOnCpu) -> None:
+    """They are changed in place right after; from the second forward on, those of one are reduced together."""
+    model, hook = Layered(), activation_stats({"stats": STATS})
+    given, seen = torch.randn(9, 4, 1, 16, generator=torch.Generator().manual_seed(1)), []
+    with hl.attach(model, "layers.#", hook, observe=True), torch.inference_mode():
+        for x in given:
+            model(x)
+            for layer in model.layers:
+                seen.append(layer.forward(x))
+                x = seen[-1].relu()
+    for number in range(3):
+        want = expected(torch.cat(seen[number::3]))
+        assert of(hook.to_metrics(), f"layers.{number}") == pytest.approx(want, rel=1e-5, abs=1e-7)
+    assert kernel.launches == [1] * 3 + [3] * 8
+    hook.reset()
+    assert hook.read()["layers.0"]["count"] == 0
+
+
+def test_outputs_of_compiled_code_are_reduced_in_one_launch(kernel: KernelOnCpu) -> None:
+    """Before it goes on, as it uses their memory again."""
+    model, hook = Layered(), activation_stats({"stats": STATS})
+    outputs = [torch.randn(4, 16) for _ in model.layers]
+    hook.receive([Handed(f"layers.{n}", layer, [outputs[n]], 1) for n, layer in enumerate(model.layers)])
+    assert kernel.launches == [3]
+    assert of(hook.to_metrics(), "layers.2") == pytest.approx(expected(outputs[2]), rel=1e-5, abs=1e-7)

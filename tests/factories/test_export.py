@@ -8,11 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import safetensors.torch
@@ -25,9 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import Tokens, export, exporting, read_export, serving
+from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import Shards
-from hookline.factories.exporting import Export, ExportOptions
+from hookline.factories.exporting import Export, ExportOptions, ExportQueue
 
 
 class Stuck:
@@ -120,8 +117,8 @@ def test_shards_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that is stuck, a thousand forwards go through, three tensors wait, and the rest is counted."""
-    stuck = Stuck(monkeypatch)
-    hook, module = Export(ExportOptions(tmp_path), queue_bytes=1200), nn.Identity()
+    stuck, options = Stuck(monkeypatch), ExportOptions(folder=tmp_path)
+    hook, module = Export(options, ExportQueue(options, 1200)), nn.Identity()
     module.register_forward_hook(hook)
     for call in range(1000):
         module(torch.full((100,), float(call)))  # would never return if it waited: nobody lets the disk go
@@ -251,7 +248,7 @@ def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: P
     """Its copy of the hook has no thread, and a lock that nobody gives back; the parent's export goes on."""
     hook, module = export({"folder": str(tmp_path)}), nn.Identity()
     hook(module, (), torch.ones(3))
-    with hook._queue._lock:
+    with hook._sink._lock:
         child = os.fork()
     if not child:
         status = 1
@@ -317,25 +314,3 @@ def test_a_killed_process_leaves_whole_shards_and_a_true_index(tmp_path: Path) -
     for name in whole:
         with safe_open(str(tmp_path / name), "pt") as tensors:
             assert all(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118
-
-
-def test_device_tensors_of_an_item_live_until_their_copies_have_arrived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their memory could be given to a forward while the side stream still reads it."""
-
-    class DeviceTokens:
-        def with_tensors(self, change: Any) -> None:
-            return None
-
-    item: Any = SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda:0")), ready=MagicMock())
-    item.tokens = DeviceTokens()
-    tokens, lives = weakref.ref(item.tokens), []
-    event = MagicMock()
-    event.return_value.synchronize = lambda: lives.append(tokens() is not None)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    for name in ("Stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(exporting, "sent_to_host", lambda tensor: tensor)
-    exporting._ExportQueue(ExportOptions(tmp_path), 1)._bring_to_host(item)
-    assert lives == [True]

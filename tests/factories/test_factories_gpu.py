@@ -28,7 +28,7 @@ from hookline.factories import (
     serving,
     steer,
 )
-from hookline.factories.request_notes import RequestNotes, noting
+from hookline.factories.request_notes import read_flags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,9 +156,13 @@ def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
         return torch.tensor(numbers, device="cuda")
 
     batch = Batch(
-        on_device(11, 12, 13, 21, 22), on_device(0, 1, 2, 0, 1), on_device(3, 2), on_device(4, 7), rids=["a", "b"]
+        on_device(11, 12, 13, 21, 22),
+        on_device(0, 1, 2, 0, 1),
+        on_device(3, 2),
+        on_device(4, 7),
+        rids=["a", "b"],
+        extend_seq_lens_cpu=[3, 2],
     )
-    batch.extend_seq_lens_cpu = [3, 2]
     with torch.inference_mode():
         model(batch)
         torch.cuda.synchronize()
@@ -200,17 +204,17 @@ def test_a_cuda_graph_can_be_captured_under_them(mode: Any, tmp_path: Path) -> N
 
 def test_scores_and_choices_are_those_of_the_cpu() -> None:
     """A probe flags the same tokens of the same requests, and a router is counted alike, from the same numbers."""
-    notes, found = {device: RequestNotes() for device in ("cpu", "cuda")}, {}
+    flags, found = {}, {}
     hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
     hidden[..., 0] = torch.tensor([[-1.0, 2.0, 1.0], [3.0, 3.0, 0.5]])  # two tokens of a, one of b, and padding
-    for device, each in notes.items():
+    for device in ("cpu", "cuda"):
         hooks = [probe({"head": head_of(64), "action": "flag"}), moe_routing({"top_k": 2, "per_expert": True})]
-        with serving(TWO), noting(each):
+        with serving(table := TWO.noted()):
             for hook in hooks:
                 hook(nn.Identity(), (), hidden.to(device))
+        flags[device] = read_flags(table)
         found[device] = hooks[0].to_metrics() | hooks[1].to_metrics()
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
-    flags = {device: each.read() for device, each in notes.items()}
     assert flags["cpu"], "nothing is flagged, which proves nothing"
     assert {request: [(f.tokens, f.position) for f in found] for request, found in flags["cuda"].items()} == {
         request: [(f.tokens, f.position) for f in found] for request, found in flags["cpu"].items()

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 import hookline as hl
 from hookline import factories
 from hookline.factories import (
-    activation_statistics,
     alarm,
     exporting,
     means,
@@ -20,6 +19,7 @@ from hookline.factories import (
     probing,
     shape_log,
     steering,
+    streaming_stats,
 )
 
 FACTORIES = ("activation_stats", "export", "nan_alarm", "log_shapes", "steer", "record_mean", "probe", "moe_routing")
@@ -62,7 +62,7 @@ def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> Non
 def test_paths_in_options_are_listed(name: str) -> None:
     """A server that takes specs from others confines these."""
     made = {
-        "activation_stats": activation_statistics.StatsOptions, "export": exporting.ExportOptions,
+        "activation_stats": streaming_stats.StatsOptions, "export": exporting.ExportOptions,
         "nan_alarm": alarm.AlarmOptions, "log_shapes": shape_log.ShapeOptions, "steer": steering.SteerOptions,
         "record_mean": means.MeanOptions, "probe": probing.ProbeOptions, "moe_routing": moe_statistics.MoeOptions,
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from helpers_factories import Batch, Decoder
+from helpers_factories import Batch, Decoder, Mode
 from torch import Tensor
 
 from hookline.factories import export, read_export
@@ -79,7 +79,8 @@ def test_export_copies_what_the_engine_overwrites(tmp_path: Path) -> None:
 def test_tokens_of_nobody_knows_whom_are_written_whole(tmp_path: Path) -> None:
     """Four tokens for two requests, as speculative decoding has them, and no lengths: no request is guessed."""
     hook = export({"folder": str(tmp_path)})
-    batch = Batch(torch.arange(4), torch.arange(4), torch.tensor([4, 3]), torch.tensor([4, 7]))
+    pair = torch.tensor([4, 3]), torch.tensor([4, 7])
+    batch = Batch(torch.arange(4), torch.arange(4), *pair, forward_mode=Mode("extend"))
     hook(torch.nn.Identity(), (batch,), torch.ones(4, 8))
     hook.close()
     (record,) = read_export(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -177,23 +176,3 @@ def test_means_of_images_are_by_channel_and_padding_is_left_out() -> None:
     with serving(PADDED):
         hook(nn.Identity(), (), x)
     assert hook.means()["Identity.0"].tolist() == [1.0] * 4
-
-
-def test_tokens_and_means_are_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards of another thread come in whenever one of the two is asked for."""
-    hook, module = record_mean(), nn.Identity()
-
-    def take() -> None:
-        hook(module, (), torch.full((1, 1), hook._sums.of(module, None).count + 1.0))
-
-    def then_take(ask: Any) -> Any:
-        return lambda: (ask(), take())[0]
-
-    take()
-    for name in ("tokens", "means"):
-        monkeypatch.setattr(hook, name, then_take(getattr(hook, name)))
-    metrics = hook.to_metrics()
-    assert metrics["Identity.0/norm"] == (metrics["Identity.0/tokens"] + 1) / 2
-    with safe_open(str(hook.save(tmp_path / "means.safetensors")), "pt") as saved:
-        count = int(saved.metadata()["tokens/Identity.0"])
-        assert saved.get_tensor("Identity.0").tolist() == [(count + 1) / 2]

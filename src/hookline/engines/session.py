@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.engines.hidden_states import HiddenStates
 from hookline.engines.live_hooks import Between, LiveHooks, Place, at_once
 from hookline.engines.request_hooks import RequestHooks
-from hookline.factories.request_notes import RequestFlag, RequestNotes, set_notes
+from hookline.factories.request_notes import RequestFlag, read_flags
 from hookline.observe.tokens import Tokens, set_tokens
 from hookline.tree import main_tensor
 
@@ -70,7 +70,8 @@ class Session:
         """Those of single requests, which nobody else is shown."""
         self.of_requests = RequestHooks(model, self._own, widths, outputs=outputs, inputs=inputs)
         self.states = HiddenStates(model, stream)
-        self._notes = RequestNotes()
+        self._table: Tokens | None = None
+        """Whose tokens the last forward has."""
 
     @property
     def is_active(self) -> bool:
@@ -92,16 +93,14 @@ class Session:
 
     def begin_step(self, table: Tokens | None) -> None:
         """Say whose tokens the next forward has; None if nobody knows."""
+        table = self._table = None if table is None else table.noted()
         set_tokens(table)
-        self._notes.clear()
-        set_notes(self._notes)
         if table is not None:
             self.states.begin_step(table)
 
     def end_forward(self) -> None:
         """Say that the forward is over, or has failed."""
         set_tokens(None)
-        set_notes(None)
 
     @contextmanager
     def step(self, table: Tokens | None) -> Iterator[None]:
@@ -118,7 +117,7 @@ class Session:
         Waits for the device only if something was noted.
         """
         self.states.end_step()
-        return self._notes.read()
+        return {} if self._table is None else read_flags(self._table)
 
     def close(self) -> None:
         """Remove all hooks for good, and flush them."""

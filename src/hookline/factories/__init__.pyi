@@ -1,6 +1,5 @@
 """The public names of ``hookline.factories``, each with the module it lives in."""
 
-from hookline.factories.activation_statistics import activation_stats as activation_stats
 from hookline.factories.alarm import nan_alarm as nan_alarm
 from hookline.factories.export_files import ActivationDataset as ActivationDataset
 from hookline.factories.export_files import read_export as read_export
@@ -17,6 +16,7 @@ from hookline.factories.replacing import stream_of as stream_of
 from hookline.factories.replacing import with_stream as with_stream
 from hookline.factories.shape_log import log_shapes as log_shapes
 from hookline.factories.steering import steer as steer
+from hookline.factories.streaming_stats import activation_stats as activation_stats
 from hookline.observe.tokens import Tokens as Tokens
 from hookline.observe.tokens import current_tokens as current_tokens
 from hookline.observe.tokens import serving as serving

@@ -1,6 +1,6 @@
 """Write and read the files of an export: safetensors shards that appear whole, and an index of what is in them.
 
-``export`` and `export_activations` make an item of each output (`item_of`), and hand its pieces to `Shards`. Users
+``export`` and `export_activations` make an item of each output (`item_of`), and hand it to `Shards`. Users
 call `read_export`, or make an `ActivationDataset`. A shard is held in memory until it is written as a whole, and only
 then its lines go into the index: whatever kills the process, every file is whole and every line is true. Nothing is
 pickled, and nothing that is read is run.
@@ -9,15 +9,15 @@ pickled, and nothing that is read is run.
 from __future__ import annotations
 
 import bisect
-import contextlib
+import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias, TypedDict
+from typing import Any, Final, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,22 +26,13 @@ from torch.utils.data import Dataset
 from hookline.errors import OptionError
 from hookline.files import replace_file
 from hookline.messages import counted
-from hookline.observe.tokens import Tokens
+from hookline.observe.tokens import ChosenTokens, Tokens, sent_to_host
 from hookline.records.log import dumps
 
 __all__ = [
-    "SHARD_BYTES",
-    "ActivationDataset",
-    "ActivationItem",
-    "ExportItem",
-    "ExportRecord",
-    "Shards",
-    "can_store",
-    "index_lines",
-    "item_of",
-    "pieces_of",
-    "read_export",
-]
+    "SHARD_BYTES", "ActivationDataset", "ActivationItem", "ExportItem", "ExportRecord", "Shards", "can_store", "copied",
+    "index_lines", "item_of", "read_export",
+]  # fmt: skip
 
 _INDEX: Final = "index-{number:03d}.jsonl"
 _SUFFIX: Final = ".safetensors"
@@ -66,21 +57,12 @@ class ExportItem:
     module: str
     call: int
     tensor: Tensor
-    tokens: Tokens | None = None
-    """Whose entries it has; None if it is the whole output."""
-    rows: tuple[int, ...] = ()
-    """Which requests of ``tokens`` it has entries of, one after the other."""
-    last: bool = False
-    """Whether it has the last token of each alone."""
+    chosen: ChosenTokens | None = None
+    """Whose entries it has, one after the other; None if it is the whole output."""
     is_by_row: bool = False
-    """Whether it has one entry for each request, not for each token, such as a pooled vector."""
+    """Whether it has one entry for each request of the batch, not for each token, such as a pooled vector."""
     ready: Any = None
-    """On a GPU, the event after which the tensor is complete."""
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the tensor."""
-        return self.tensor.nbytes
+    """The event after which a copy from a GPU is complete."""
 
 
 def item_of(
@@ -90,67 +72,63 @@ def item_of(
     if tokens is None:  # of (batch, sequence, features), padded on the left, the last column
         return ExportItem(module, call, tensor[:, -1:] if last and tensor.dim() == 3 else tensor)
     chosen = tokens.choose(last=last, stage=stage)
-    entries = chosen.pick(tensor)
     if not chosen.rows:
         return None
+    entries = chosen.pick(tensor)
     if entries is not None:
-        return ExportItem(module, call, entries, tokens, chosen.rows, last)
+        return ExportItem(module, call, entries, chosen)
     if tokens.width is not None and tensor.dim() >= 2 and len(tensor) == len(tokens.requests):
-        return ExportItem(module, call, tensor, tokens, chosen.rows, is_by_row=True)
+        return ExportItem(module, call, tensor, chosen, is_by_row=True)
     return ExportItem(module, call, tensor) if stage in ("both", tokens.phase) else None
 
 
-ExportPiece: TypeAlias = tuple[Tensor, dict[str, Any]]
+def copied(item: ExportItem) -> ExportItem:
+    """Return the item with copies of its tensors on the host, complete once ``ready`` has happened."""
+    tensor, chosen, ready = _copy_on_host(item.tensor), item.chosen, None
+    if chosen is not None:  # engines use their buffers again
+        chosen = replace(chosen, tokens=chosen.tokens.with_tensors(_copy_on_host))
+    if item.tensor.is_cuda:
+        make: Any = torch.cuda.Event
+        ready = make(blocking=True)  # whoever waits for it does not spin
+        ready.record(torch.cuda.current_stream(item.tensor.device))
+    return replace(item, tensor=tensor, chosen=chosen, ready=ready)
+
+
+def _copy_on_host(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return sent_to_host(value) if value.is_cuda else value.to("cpu", copy=True)
+
+
+_Piece: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A tensor, and what the index says of it."""
 
 
-def pieces_of(item: ExportItem) -> Iterator[ExportPiece]:
-    """Yield the pieces of an output that is on the CPU: one for each request, or the whole."""
-    tokens, begin = item.tokens, 0
-    if tokens is None:
-        yield _piece(item, item.tensor)
+def _pieces_of(item: ExportItem) -> Iterator[_Piece]:
+    """Yield the pieces of an output: one for each request, or the whole."""
+    line = {"module": item.module, "call": item.call, "request": None, "tokens": [], "positions": [], "phase": None}
+    chosen = item.chosen
+    if chosen is None:
+        yield item.tensor, line
         return
-    ids, starts = _numbers(tokens.ids), list(accumulate(tokens.lengths, initial=0))
-    for row in item.rows:
-        request, phase = tokens.requests[row] or None, tokens.phases[row]
+    tokens, begin = chosen.tokens, 0
+    for row in chosen.rows:
+        of_request = {**line, "request": tokens.requests[row] or None, "phase": tokens.phases[row]}
         if item.is_by_row:
-            yield _piece(item, item.tensor[row], request, phase=phase)
+            yield item.tensor[row], of_request
             continue
-        length, start = tokens.lengths[row], starts[row]
-        skipped = length - 1 if item.last else 0
-        own = item.tensor[begin : begin + length - skipped]
-        begin += len(own)
-        positions = _positions(tokens, row, start)[skipped:]
-        yield _piece(item, own, request, ids[start + skipped : start + length], positions, phase)
-
-
-def _positions(tokens: Tokens, row: int, start: int) -> Sequence[int]:
-    first, length = tokens.firsts[row], tokens.lengths[row]
-    return _numbers(tokens.positions)[start : start + length] if first is None else range(first, first + length)
+        own = tokens.of_request(row)
+        first, length = own.firsts[0], own.lengths[0]
+        positions = _numbers(own.positions) if first is None else list(range(first, first + length))
+        skipped = length - 1 if chosen.last else 0
+        end = begin + length - skipped
+        told = {"tokens": _numbers(own.ids)[skipped:], "positions": positions[skipped:]}
+        yield item.tensor[begin:end], of_request | told
+        begin = end
 
 
 def _numbers(values: Tensor | Sequence[int] | None) -> list[int]:
-    if isinstance(values, Tensor):
-        return [int(value) for value in values.flatten().tolist()]
-    return list(values or ())
-
-
-def _piece(
-    item: ExportItem,
-    tensor: Tensor,
-    request: str | None = None,
-    tokens: Sequence[int] = (),
-    positions: Sequence[int] = (),
-    phase: str | None = None,
-) -> ExportPiece:
-    return tensor, {
-        "module": item.module,
-        "call": item.call,
-        "request": request,
-        "tokens": list(tokens),
-        "positions": list(positions),
-        "phase": phase,
-    }
+    return [int(value) for value in (values.flatten().tolist() if isinstance(values, Tensor) else values or ())]
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -160,19 +138,17 @@ class Shards:
     """Write the files of one hook into a folder, which several hooks and processes may share."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._number, self._index = _claim_number(folder)
-        self._count = 0
+        self._index: Path | None = None
+        self._number = self._count = 0
         self.tensors = self.bytes = 0
-        """What was added, and not dropped."""
+        """What is in complete files."""
         self._begin()
 
     def _begin(self) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._lines: list[bytes] = []
-        self.size = 0
-        """The bytes of tensors that are held."""
+        self._held: list[_Piece] = []
+        self.outputs = self.size = 0
+        """The items that are held, and the bytes of their tensors."""
         self._since = float("inf")
 
     @property
@@ -180,17 +156,16 @@ class Shards:
         """Return for how many seconds tensors have been held; less than 0 without any."""
         return time.monotonic() - self._since
 
-    def add(self, pieces: Iterable[ExportPiece]) -> None:
-        """Hold tensors, which are on the CPU, until their file is written."""
-        for tensor, line in pieces:
-            self._since = min(self._since, time.monotonic())
-            key = f"{line['module']}#{len(self._lines)}"
+    def add(self, item: ExportItem) -> None:
+        """Hold the tensors of an item, which are on the CPU, until their file is written: at its full size, now."""
+        self.outputs += 1
+        self._since = min(self._since, time.monotonic())
+        for tensor, line in _pieces_of(item):
             # A copy: the format refuses tensors that share memory, as the rows of a batch do.
-            self._held[key] = tensor.clone(memory_format=torch.contiguous_format)
-            self._lines.append(dumps({**line, "shard": self._name, "key": key}) + b"\n")
+            self._held.append((tensor.clone(memory_format=torch.contiguous_format), line))
             self.size += tensor.nbytes
-            self.bytes += tensor.nbytes
-            self.tensors += 1
+        if self.size >= SHARD_BYTES:
+            self.complete()
 
     def complete(self) -> None:
         """Write a file of what is held, and its lines to the index."""
@@ -199,36 +174,35 @@ class Shards:
 
         if not self._held:
             return
+        if self._index is None:
+            self._number, self._index = _claim_index(self._folder)
+        name = _SHARD.format(number=self._number, count=self._count)
+        keys = [f"{line['module']}#{place}" for place, (_, line) in enumerate(self._held)]
+        tensors = dict(zip(keys, (tensor for tensor, _ in self._held), strict=True))
         try:
-            replace_file(self._folder / self._name, lambda draft: save_file(self._held, draft))
+            replace_file(self._folder / name, lambda draft: save_file(tensors, draft))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        self._index.writelines(self._lines)
-        self._index.flush()
+        with self._index.open("ab") as index:
+            for key, (_, line) in zip(keys, self._held, strict=True):
+                index.write(dumps({**line, "shard": name, "key": key}) + b"\n")
         self._count += 1
+        self.tensors += len(self._held)
+        self.bytes += self.size
         self._begin()
 
-    def close(self) -> None:
-        """Drop what is held, and close the index."""
-        self.tensors -= len(self._held)
-        self.bytes -= self.size
-        self._begin()
-        with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
-            self._index.close()
 
-    @property
-    def _name(self) -> str:
-        return _SHARD.format(number=self._number, count=self._count)
-
-
-def _claim_number(folder: Path) -> tuple[int, BinaryIO]:
-    """Return a number that no other hook has in this folder, and its index, open."""
-    number = 0
-    while True:
+def _claim_index(folder: Path) -> tuple[int, Path]:
+    """Return a number that no other hook has in this folder, and its index, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        index = folder / _INDEX.format(number=number)
         try:
-            return number, (folder / _INDEX.format(number=number)).open("xb")
+            index.touch(exist_ok=False)
         except FileExistsError:
-            number += 1
+            continue
+        break
+    return number, index
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -261,30 +235,29 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
 
     Only complete files are read: one that a killed process has left half-written has another name.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise OptionError(f"read_export({str(folder)!r}): there is no such folder.")
     shard: Any = None
     name = ""
-    for line in index_lines(folder):
+    for line in index_lines(Path(folder)):
         if line["shard"] != name:
             name = line["shard"]
-            shard = _open_shard(folder / name)
-        yield ExportRecord(
-            line["module"],
-            line["call"],
-            line["request"],
-            tuple(line["tokens"]),
-            tuple(line["positions"]),
-            line["phase"],
-            shard.get_tensor(line["key"]),
-        )
+            shard = _open_shard(Path(folder) / name)
+        told = {key: line[key] for key in ("module", "call", "request", "phase")}
+        tokens, positions = tuple(line["tokens"]), tuple(line["positions"])
+        yield ExportRecord(**told, tokens=tokens, positions=positions, tensor=shard.get_tensor(line["key"]))
 
 
 def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield what the indices of a folder say of each tensor, in the order they were written."""
+    if not folder.is_dir():
+        raise OptionError(f"{str(folder)!r} holds no export: there is no such folder.")
     for index in sorted(folder.glob("index-*.jsonl")):
-        for line in _lines(index):
+        for text in index.read_bytes().splitlines(keepends=True):
+            if not text.endswith(b"\n"):  # it is still being written, or never will be
+                continue
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise OptionError(f"{index} has a broken line ({error}); it is not as the export wrote it.") from None
             if line["shard"] != Path(line["shard"]).name:
                 raise OptionError(f"{index} names {line['shard']!r}, which is no file of its folder.")
             yield line
@@ -298,15 +271,6 @@ def _open_shard(shard: Path) -> Any:
         return safe_open(str(shard), framework="pt")
     except (OSError, SafetensorError) as error:
         raise OptionError(f"read_export: {shard} cannot be read, though it was complete once ({error}).") from None
-
-
-def _lines(index: Path) -> Iterator[dict[str, Any]]:
-    for line in index.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):  # else it is still being written, or never will be
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise OptionError(f"{index} has a broken line ({error}); it is not as the export wrote it.") from None
 
 
 # -- a dataset of torch --------------------------------------------------------------------------------------------
@@ -346,31 +310,24 @@ class ActivationDataset(Dataset[ActivationItem]):
         self, folder: str | Path, *, module: str | None = None, requests: str | Sequence[str] | None = None
     ) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise OptionError(f"ActivationDataset({str(folder)!r}): there is no such folder.")
         lines = [line for line in index_lines(self.folder) if line["positions"] and line["request"] is not None]
-        self.modules = sorted(
-            {line["module"] for line in lines if module is None or fnmatchcase(line["module"], module)}
-        )
+        there = sorted({line["module"] for line in lines})
+        self.modules = [name for name in there if module is None or fnmatchcase(name, module)]
         """The modules that are in it."""
-        self._check_modules(module, sorted({line["module"] for line in lines}))
-        names = [requests] if isinstance(requests, str) else requests
+        if not self.modules or (module is None and len(self.modules) > 1):
+            shown = ", ".join(map(repr, there[:6])) + (", …" if len(there) > 6 else "")
+            raise OptionError(
+                f"The export in {self.folder} has several modules, or not the one that is asked for; choose one by "
+                f"module=: it has {shown or 'nothing that is by token and request'}."
+            )
+        names = [requests] if isinstance(requests, str) else ["*"] if requests is None else requests
         self._lines = [
             line
             for line in lines
-            if line["module"] in self.modules
-            and (names is None or any(fnmatchcase(line["request"], each) for each in names))
+            if line["module"] in self.modules and any(fnmatchcase(line["request"], name) for name in names)
         ]
         self._ends = list(accumulate(len(line["positions"]) for line in self._lines))
         self._shards: dict[str, Any] = {}
-
-    def _check_modules(self, asked: str | None, there: list[str]) -> None:
-        shown = ", ".join(map(repr, there[:6])) + (", …" if len(there) > 6 else "")
-        if not self.modules:
-            what = f"no module {asked!r}" if asked is not None else "nothing that is by token and request"
-            raise OptionError(f"The export in {self.folder} has {what}; it has {shown or 'no complete file'}.")
-        if asked is None and len(self.modules) > 1:
-            raise OptionError(f"The export in {self.folder} has several modules; choose by module=: {shown}.")
 
     def __repr__(self) -> str:
         requests = counted(len({line["request"] for line in self._lines}), "request")

@@ -12,29 +12,21 @@ import itertools
 import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.export_files import (
-    SHARD_BYTES,
-    ExportItem,
-    Shards,
-    can_store,
-    index_lines,
-    item_of,
-    pieces_of,
-)
-from hookline.factories.exporting import INPUT
+from hookline.factories.export_files import ExportItem, Shards, index_lines
+from hookline.factories.exporting import INPUT, Export, ExportOptions, ExportSink
 from hookline.factories.factory_hook import checked
-from hookline.factories.served_batch import Positions, measurable, output_tensor
+from hookline.factories.served_batch import Positions
 from hookline.messages import caller_stacklevel
 from hookline.observe.patch.parts import find_main_input
-from hookline.observe.tokens import Tokens, current_tokens, serving
+from hookline.observe.tokens import Tokens, serving
 from hookline.sites.attach import attach
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import Layers, with_role
@@ -120,98 +112,70 @@ def export_activations(
             stacklevel=caller_stacklevel(),
         )
     checked(f"{_NAME}: batch_size", batch_size, int)
-    only_last = checked(f"{_NAME}: positions", positions, Positions) == "last"
+    checked(f"{_NAME}: positions", positions, Positions)
     limit = float("inf") if max_bytes is None else checked(f"{_NAME}: max_bytes", max_bytes, int)
-    path = Path(folder)
-    _check_new(path, [name + INPUT if inputs else name for name, _ in select(model, target)])
-    taken = _BatchItems(only_last=only_last)
-    ran, is_full, shards = 0, False, Shards(path)
+    options = ExportOptions(Path(folder), positions, inputs=inputs)  # type: ignore[arg-type]
+    _check_new(options.folder, [name + INPUT if inputs else name for name, _ in select(model, target)])
+    batch, ran, is_full, shards = _Batch(), 0, False, Shards(options.folder)
     try:
-        with _attached(model, target, taken, inputs=inputs):
+        with _attached(model, target, options, batch):
             for rows in _batches(_named(sequences), batch_size):
-                items = taken.of(model, rows)
-                is_full = shards.bytes + sum(item.bytes for item in items) > limit
+                batch.items.clear()
+                _run(model, rows)
+                is_full = shards.bytes + shards.size + sum(item.tensor.nbytes for item in batch.items) > limit
                 if is_full:
                     break
-                for item in items:
-                    shards.add(pieces_of(item))
-                if shards.size >= SHARD_BYTES:
-                    shards.complete()
+                for item in batch.items:
+                    shards.add(item)
                 ran += len(rows)
         shards.complete()
     except BaseException:  # what has run until then is kept
         with contextlib.suppress(OSError):
             shards.complete()
         raise
-    finally:
-        shards.close()
     return ExportedRun(ran, shards.bytes, is_full)
 
 
 def _check_new(folder: Path, modules: list[str]) -> None:
     there = {line["module"] for line in index_lines(folder)} if folder.is_dir() else set()
-    if there.intersection(modules):
-        raise OptionError(
-            f"{_NAME}: {folder} has activations of {', '.join(sorted(there.intersection(modules)))} from an earlier "
-            "call; choose another folder, or delete it."
-        )
+    if both := sorted(there.intersection(modules)):
+        raise OptionError(f"{_NAME}: {folder} has {', '.join(both)} from an earlier call; choose another folder.")
 
 
-class _BatchItems:
-    """Take what modules return, or are given, in the forward of one batch."""
+class _Batch(ExportSink):
+    """Hold what modules return, or are given, in the forward of one batch."""
 
-    def __init__(self, *, only_last: bool) -> None:
-        self._only_last = only_last
-        self._items: list[ExportItem] = []
-        self._call = 0
+    def __init__(self) -> None:
+        self.items: list[ExportItem] = []
 
-    def of(self, model: nn.Module, rows: list[_NamedSequence]) -> list[ExportItem]:
-        """Run one batch of sequences of one length; return its items, on the CPU."""
-        self._items = []
-        self._call += 1
-        _run(model, rows)
-        return self._items
-
-    def take_output(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> None:
-        """Take the output of a module."""
-        self._take(site.name, output_tensor(output))
-
-    def take_inputs(self, module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site) -> None:
-        """Take the main tensor of the arguments of a module."""
-        self._take(site.name + INPUT, find_main_input(inputs, named))
-
-    def _take(self, name: str, tensor: Tensor | None) -> None:
-        local = measurable(tensor)
-        if local is not None and can_store(local):
-            item = item_of(name, self._call, local, current_tokens(), last=self._only_last)
-            if item is not None:
-                item.tensor = item.tensor.to("cpu", copy=True)
-                self._items.append(item)
+    def take(self, item: ExportItem) -> None:
+        """Copy an output to the CPU, and hold it."""
+        self.items.append(replace(item, tensor=item.tensor.to("cpu", copy=True)))
 
 
-def _attached(model: nn.Module, target: Target, taken: _BatchItems, *, inputs: bool) -> HookHandle:
-    if inputs:
-        kind = Kind.FORWARD_PRE
-        return attach(model, target, taken.take_inputs, on=kind, with_kwargs=True, observe=True, name=_NAME)
-    return attach(model, target, taken.take_output, observe=True, name=_NAME)
+def _attached(model: nn.Module, target: Target, options: ExportOptions, batch: _Batch) -> HookHandle:
+    hook = Export(options, batch)
+    if not options.inputs:
+        return attach(model, target, hook, observe=True, name=_NAME)
+
+    def take_inputs(module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site) -> None:
+        hook.take(module, site, inputs, find_main_input(inputs, named))
+
+    return attach(model, target, take_inputs, on=Kind.FORWARD_PRE, with_kwargs=True, observe=True, name=_NAME)
 
 
 def _named(sequences: Iterable[Sequence[int]]) -> Iterator[_NamedSequence]:
     for number, given in enumerate(sequences):
-        yield f"sequence-{number}", _token_ids(number, given)
-
-
-def _token_ids(number: int, given: Any) -> list[int]:
-    try:
-        ids = [operator.index(each) for each in given]
-    except TypeError:
-        raise OptionError(
-            f"{_NAME}: a sequence is a list of whole numbers, the ids of its tokens; sequence {number} is "
-            f"{repr(given)[:80]}."
-        ) from None
-    if not ids:
-        raise OptionError(f"{_NAME}: sequence {number} has no tokens; leave it out.")
-    return ids
+        try:
+            ids = [operator.index(each) for each in given]
+        except TypeError:
+            ids = []
+        if not ids:
+            raise OptionError(
+                f"{_NAME}: a sequence is a list of whole numbers, the ids of its tokens; sequence {number} is "
+                f"{repr(given)[:80]}."
+            )
+        yield f"sequence-{number}", ids
 
 
 def _batches(sequences: Iterable[_NamedSequence], size: int) -> Iterator[list[_NamedSequence]]:
@@ -231,13 +195,7 @@ def _run(model: nn.Module, rows: list[_NamedSequence]) -> None:
     ids = torch.tensor([ids for _, ids in rows], device=device)
     # No position_ids: models that count from another number than 0, as RoBERTa does, know it themselves.
     offered: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False}
-    with torch.no_grad(), serving(table):
-        model(input_ids=ids, **dict(_accepted(model, offered)))
-
-
-def _accepted(model: nn.Module, offered: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     takes = inspect.signature(unwrap(model).forward).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
-    for key, value in offered.items():
-        if key in takes or takes_all:
-            yield key, value
+    with torch.no_grad(), serving(table):
+        model(input_ids=ids, **{key: value for key, value in offered.items() if takes_all or key in takes})

@@ -7,6 +7,7 @@ Specs and users make it. The hook copies tensors into a queue of limited bytes, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -21,12 +22,10 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories import export_files
-from hookline.factories.export_files import ExportItem, Shards, can_store, item_of, pieces_of
+from hookline.factories.export_files import ExportItem, Shards, can_store, copied, item_of
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, output_tensor, running
+from hookline.factories.served_batch import Positions, Stage, measurable, output_tensor, running
 from hookline.observe.patch.parts import find_main_input
-from hookline.observe.tokens import sent_to_host
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = ["INPUT", "Export", "ExportInputs", "ExportOptions", "export"]
+__all__ = ["INPUT", "Export", "ExportInputs", "ExportOptions", "ExportQueue", "ExportSink", "export"]
 
 logger = logging.getLogger("hookline.factories.export")
 
@@ -67,9 +66,7 @@ class ExportOptions:
         if self.folder.exists() and not self.folder.is_dir():
             raise OptionError(f"export: {self.folder} is a file, and folder has to be a folder.")
         if self.inputs and self.add_residual:
-            raise OptionError(
-                "export: add_residual is for a pair that a module returns, and inputs writes what it gets."
-            )
+            raise OptionError("export: add_residual is about what a module returns, and inputs about what it gets.")
 
 
 @tried_by()
@@ -98,60 +95,60 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
     five seconds.
     """
     options = read_options("export", ExportOptions, config)
-    return ExportInputs(options) if options.inputs else Export(options)
+    return (ExportInputs if options.inputs else Export)(options, ExportQueue(options))
 
 
-@dataclass(slots=True)
-class _ModuleCalls:
-    """Count the calls of one module."""
+class ExportSink:
+    """What takes the outputs of an `Export`; it does not refer to the hook."""
 
-    name: str
-    """What its records call it."""
-    calls: int = 0
+    def take(self, item: ExportItem) -> None:
+        """Take an output, whose tensors are those of the forward."""
+        raise NotImplementedError
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the counts so far."""
+        return {}
+
+    def close(self) -> None:
+        """Write what waits, and take no more; may be called again."""
 
 
 class Export(Observer):
-    """Export all modules that one ``export`` is on; ``close()`` or the end of the process writes the rest."""
+    """Hand the outputs of all modules that it is on to a sink, with whose tokens they have."""
 
     name = "export"
 
-    def __init__(self, options: ExportOptions, *, queue_bytes: int = _QUEUE_BYTES) -> None:
+    def __init__(self, options: ExportOptions, sink: ExportSink) -> None:
         self._options = options
-        self._queue = _ExportQueue(options, queue_bytes)
+        self._sink = sink
         side = INPUT if options.inputs else ""
-        self._calls = ByModule(lambda name: _ModuleCalls(name + side))
-        self._lock = threading.Lock()
+        self._calls = ByModule(lambda name: (name + side, itertools.count()))
         self._unread = 0
-        self._has_logged = False
-        # The queue does not refer to this object: it is closed when the hook is deleted, or when the process ends.
-        self._finalizer = weakref.finalize(self, self._queue.close)
+        self._finalizer = weakref.finalize(self, sink.close)  # the process ends, or the hook is deleted
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """Queue the output of a module."""
-        self._take(module, site, inputs, output_tensor(output, self._options.add_residual))
+        """Take the output of a module."""
+        self.take(module, site, inputs, output_tensor(output, self._options.add_residual))
 
-    def _take(self, module: nn.Module, site: Site | None, inputs: Any, taken: Tensor | None) -> None:
+    def take(self, module: nn.Module, site: Site | None, inputs: Any, taken: Tensor | None) -> None:
+        """Hand over what a module returns or gets; its ``inputs`` may say whose tokens these are."""
         if _torch.in_recomputation():  # it was taken the first time
             return
-        seen, tokens, options = self._calls.of(module, site), running(inputs), self._options
-        with self._lock:
-            call = seen.calls
-            seen.calls = call + 1
+        (name, calls), tokens, options = self._calls.of(module, site), running(inputs), self._options
+        call = next(calls)
         tensor = measurable(taken)
         if tensor is None or not can_store(tensor):
             self._unread += 1
         elif tokens is None and options.phase != "both":
-            if not self._has_logged:
-                self._has_logged = True
-                log_unknown(self.name, "phase")
+            self.log_unknown("phase")
         else:
-            item = item_of(seen.name, call, tensor, tokens, last=options.positions == "last", stage=options.phase)
-            if item is not None and self._queue.reserve(item.bytes):
-                self._queue.put(_copied(item))
+            item = item_of(name, call, tensor, tokens, last=options.positions == "last", stage=options.phase)
+            if item is not None:
+                self._sink.take(item)
 
     def to_metrics(self) -> dict[str, float]:
         """Return what was written, waits and was dropped; ``unread`` had no numbers, or none that can be stored."""
-        return self._queue.to_metrics() | {"unread": float(self._unread)}
+        return self._sink.to_metrics() | {"unread": float(self._unread)}
 
     def close(self) -> None:
         """Write what waits, and complete the last file."""
@@ -162,20 +159,8 @@ class ExportInputs(Export):
     """Export what goes into the modules; a hook before the forward, which may change its inputs in place."""
 
     def __call__(self, module: nn.Module, inputs: Any, *, site: Site | None = None) -> None:  # type: ignore[override]
-        """Queue the main tensor of the positional arguments."""
-        self._take(module, site, inputs, find_main_input(inputs, {}))
-
-
-def _copied(item: ExportItem) -> ExportItem:
-    """Return the item with its own tensors: the forward may change these in place."""
-    if item.tokens is not None:
-        item.tokens = item.tokens.with_tensors(lambda value: value.clone() if isinstance(value, Tensor) else value)
-    item.tensor = item.tensor.clone(memory_format=torch.contiguous_format)
-    if item.tensor.device.type == "cuda":
-        make: Any = torch.cuda.Event
-        item.ready = make()
-        item.ready.record(torch.cuda.current_stream(item.tensor.device))
-    return item
+        """Take the main tensor of the positional arguments."""
+        self.take(module, site, inputs, find_main_input(inputs, {}))
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
@@ -186,55 +171,42 @@ for _hook in (Export.__call__, ExportInputs.__call__):
 # -- between the forward and the disk --------------------------------------------------------------------------
 
 
-class _ExportQueue:
-    """Write tensors from a thread of its own, and count them."""
+class ExportQueue(ExportSink):
+    """Write outputs from a thread of its own, and count them."""
 
-    def __init__(self, options: ExportOptions, queue_bytes: int) -> None:
-        self._folder = options.folder
-        self._max_bytes, self._queue_bytes = options.max_bytes, queue_bytes
+    def __init__(self, options: ExportOptions, room: int = _QUEUE_BYTES) -> None:
+        self._max_bytes, self._room = options.max_bytes, room
+        self._shards = Shards(options.folder)
         self._items: queue.SimpleQueue[ExportItem | None] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         """Held for counting alone, never while something is written."""
         self._accepted = self._queued = self._dropped = self._errors = 0
-        self._held = 0
-        """Outputs that are in no complete file yet."""
         self._stopped = ""
         """Why nothing more is taken, if that is so."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         """A forked process has no thread, and its locks may stay locked."""
-        self._shards: Shards | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    # -- in the forward ----------------------------------------------------------------------------------
-
-    def reserve(self, size: int) -> bool:
-        """Reserve ``size`` bytes; return False, and count what is dropped, if there is no room."""
+    def take(self, item: ExportItem) -> None:
+        """Queue an output to be written; count it as dropped if there is no room."""
+        size = item.tensor.nbytes
         if os.getpid() != self._process:
-            return False
+            return
         with self._lock:
-            has_room = not self._stopped and self._queued + size <= self._queue_bytes
-            is_over = has_room and self._max_bytes is not None and self._accepted + size > self._max_bytes
-            if has_room and not is_over:
-                self._accepted += size
-                self._queued += size
-                return True
-            self._dropped += 1
-            if is_over:
-                self._stopped = f"more than max_bytes ({self._max_bytes}) is asked for"
+            is_dropped = bool(self._stopped) or self._queued + size > self._room
+            if not is_dropped and self._max_bytes is not None and self._accepted + size > self._max_bytes:
+                is_dropped, self._stopped = True, f"more than max_bytes ({self._max_bytes}) is asked for"
                 logger.warning("Export stops: %s; %d bytes were taken", self._stopped, self._accepted)
-            return False
-
-    def put(self, item: ExportItem) -> None:
-        """Queue a tensor, for which `reserve` has returned True, to be written."""
-        with self._lock:
+            if is_dropped:
+                self._dropped += 1
+                return
+            self._accepted += size
+            self._queued += size
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hookline-export", daemon=True)
                 self._thread.start()
-        self._items.put(item)
-
-    # -- in the thread -----------------------------------------------------------------------------------
+        self._items.put(copied(item))
 
     def _work(self) -> None:
         is_over = False
@@ -243,14 +215,11 @@ class _ExportQueue:
             is_over = None in items
             for item in items:
                 if item is not None:
-                    size = item.bytes
-                    self._write_or_fail(item)
+                    self._write(item)
                     with self._lock:
-                        self._queued -= size
-            if is_over or (self._shards is not None and self._shards.age > _FLUSH_SECONDS):
-                self._write_or_fail(None)
-        if self._shards is not None:
-            self._shards.close()
+                        self._queued -= item.tensor.nbytes
+            if is_over or self._shards.age > _FLUSH_SECONDS:
+                self._write(None)
 
     def _next_items(self) -> list[ExportItem | None]:
         """Return waiting items, after a short wait for more; None comes after the last."""
@@ -262,51 +231,24 @@ class _ExportQueue:
                 found.append(self._items.get_nowait())
         return found
 
-    def _write_or_fail(self, item: ExportItem | None) -> None:
+    def _write(self, item: ExportItem | None) -> None:
         """Write an item, or with None what is held; when that fails, the export ends, and the run goes on."""
         if self._errors:
             self._dropped += item is not None
             return
         try:
-            self._write(item)
+            if item is None:
+                self._shards.complete()
+                return
+            if item.ready is not None:
+                item.ready.synchronize()
+            with torch.inference_mode(False), torch.no_grad():
+                self._shards.add(item)
         except Exception as error:
             logger.error("Export stops, and the run goes on: %s: %s", type(error).__name__, error)
             with self._lock:
                 self._stopped, self._errors = str(error), 1
-                self._dropped += self._held
-                if self._shards is not None:
-                    self._shards.close()
-
-    def _write(self, item: ExportItem | None) -> None:
-        shards = self._shards
-        if item is not None:
-            self._held += 1
-            shards = self._shards = shards or Shards(self._folder)
-            with torch.inference_mode(False), torch.no_grad():
-                self._bring_to_host(item)
-                shards.add(pieces_of(item))
-        if shards is not None and (item is None or shards.size >= export_files.SHARD_BYTES):
-            shards.complete()
-            self._held = 0
-
-    def _bring_to_host(self, item: ExportItem) -> None:
-        """Copy the tensors of an item to the host, on a stream that no forward uses."""
-        device = item.tensor.device
-        if device.type != "cuda":
-            item.tensor = item.tensor.cpu()
-            return
-        cuda: Any = torch.cuda
-        stream = self._streams[device] = self._streams.get(device) or cuda.Stream(device)
-        on_device, tokens = item.tensor, item.tokens  # referred to until they are copied
-        with torch.cuda.stream(stream):
-            item.ready.wait(stream)
-            item.tensor = sent_to_host(on_device)
-            item.tokens = None if tokens is None else tokens.with_tensors(sent_to_host)
-            arrived = cuda.Event(blocking=True)  # does not spin, as waiting for the stream would
-            arrived.record(stream)
-        arrived.synchronize()
-
-    # -- from outside ------------------------------------------------------------------------------------
+                self._dropped += self._shards.outputs
 
     def close(self, timeout: float = 60.0) -> None:
         """Write all that was taken, and take no more; may be called again."""
@@ -320,16 +262,14 @@ class _ExportQueue:
             self._items.put(None)
             thread.join(timeout)
             if thread.is_alive():
-                logger.error(
-                    "Export is not through after %g s; %d bytes still wait to be written", timeout, self._queued
-                )
+                logger.error("Export did not end in %g s; %d bytes still wait to be written", timeout, self._queued)
 
     def to_metrics(self) -> dict[str, float]:
         """Return the counts so far."""
         with self._lock:
             counts = {
-                "written_bytes": 0 if self._shards is None else self._shards.bytes,
-                "written_tensors": 0 if self._shards is None else self._shards.tensors,
+                "written_bytes": self._shards.bytes,
+                "written_tensors": self._shards.tensors,
                 "queued_bytes": self._queued,
                 "dropped": self._dropped,
                 "errors": self._errors,

@@ -6,33 +6,39 @@ hookline, which gives a ``site``, or by plain torch and systems built on it, whi
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
+
 from hookline.errors import OptionError
 from hookline.messages import suggest
-from hookline.observe.watch.row import table_of
-from hookline.tables import Table
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from hookline.sites.site_info import Site
 
-__all__ = ["CHECK", "ByModule", "FactoryHook", "Observer", "checked", "read_options", "tried_by"]
+logger = logging.getLogger("hookline.factories")
+
+__all__ = ["CHECK", "ByModule", "FactoryHook", "Observer", "checked", "read_options", "read_tensors", "tried_by"]
 
 _T = TypeVar("_T")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
-_ALL: Final = "all modules"
-"""The row of a number that is not of one module."""
+_UNKNOWN: Final = (
+    "%s is for some %s, and it is not known which a forward has: it does not run in an engine "
+    "(hookline.factories.serving), and no batch is among its inputs. It does nothing in such forwards. In a plain "
+    "generate(), give hookline.patch a function"
+)
 CHECK: Final = "check_config"
 """The attribute of a factory that tries a config."""
 
@@ -45,6 +51,7 @@ class FactoryHook:
     """How many numbers the last dimension of an output has to have; None if any will do."""
     is_edit = False
     """Whether it is there to change values, so that ``observe`` would leave nothing of it."""
+    _has_logged = False
 
     @property
     def __name__(self) -> str:
@@ -53,6 +60,12 @@ class FactoryHook:
 
     def expect(self, names: Iterable[str]) -> None:
         """Know the modules that it is on before they run, so that its counts of them begin at 0."""
+
+    def log_unknown(self, what: str) -> None:
+        """Log, once, that a forward came of which nothing is known."""
+        if not self._has_logged:
+            self._has_logged = True
+            logger.warning(_UNKNOWN, self.name, what)
 
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics so far; at most one transfer from each device."""
@@ -63,14 +76,6 @@ class FactoryHook:
 
     def __repr__(self) -> str:
         return f"<hook {self.name!r} of hookline.factories>"
-
-    def _repr_html_(self) -> str:
-        """Return what it has measured so far, a row for each module."""
-        title = repr(self)[1:-1]
-        metrics = {name if "/" in name else f"{_ALL}/{name}": value for name, value in self.to_metrics().items()}
-        if not metrics:
-            return Table(title=f"{title}: nothing measured so far").html()
-        return replace(table_of(metrics), title=title).html()
 
 
 class Observer(FactoryHook):
@@ -102,66 +107,44 @@ class ByModule(Generic[_T]):
         """Return the state of a module."""
         if site is not None:
             return self.named(site.name, module)
-        found = self._known(module)
-        if found is None:
-            with self._lock:
-                found = self._known(module)  # another thread may have been here meanwhile
-                if found is None:
-                    found = self._new(self._free_name(module))
-                    self._by_id[id(module)] = (weakref.ref(module), found)
-        return found
-
-    def _known(self, module: nn.Module) -> _T | None:
-        kept = self._by_id.get(id(module))
-        return kept[1] if kept is not None and kept[0]() is module else None
+        with self._lock:
+            kept = self._by_id.get(id(module))
+            if kept is None or kept[0]() is not module:
+                kept = self._by_id[id(module)] = weakref.ref(module), self._named(self._free_name(module))
+        return kept[1]
 
     def named(self, name: str, module: nn.Module) -> _T:
         """Return the state of the module with that name in its model, which itself has none."""
-        found = self._by_name.get(name or type(module).__name__)
-        return self._new(name or type(module).__name__) if found is None else found
+        return self._named(name or type(module).__name__)
 
     def expect(self, names: Iterable[str]) -> None:
         """Make the states of modules with these names now; that of a model as a whole is named at its first call."""
         for name in filter(None, names):
-            self._new(name)
+            self._named(name)
 
     def items(self) -> list[tuple[str, _T]]:
         """Return names and states, in the order in which they were made."""
         with self._lock:
             return list(self._by_name.items())
 
-    def values(self) -> list[_T]:
-        """Return the states alone."""
-        return [state for _, state in self.items()]
-
-    def _new(self, name: str) -> _T:
-        with self._lock:
-            if name not in self._by_name:  # another thread may have been here meanwhile
-                self._by_name[name] = self._make(name)
-            return self._by_name[name]
+    def _named(self, name: str) -> _T:
+        if name not in self._by_name:
+            with self._lock:
+                if name not in self._by_name:  # another thread may have been here meanwhile
+                    self._by_name[name] = self._make(name)
+        return self._by_name[name]
 
     def _free_name(self, module: nn.Module) -> str:
-        wanted = _own_name(module)
-        if wanted is not None and wanted not in self._by_name:
-            return wanted
-        stem = wanted or type(module).__name__
-        while True:  # a module may say of itself that it is called so
+        """Return the name that a module of a serving system has as an attribute, or one with a number."""
+        prefix, cls = getattr(module, "prefix", None), type(module).__name__
+        layers = (getattr(module, key, None) for key in ("layer_id", "layer_idx"))
+        layer = next((each for each in layers if type(each) is int), None)
+        own = prefix if isinstance(prefix, str) and prefix else "" if layer is None else f"{cls}.{layer}"
+        stem, name = own or cls, own
+        while not name or name in self._by_name:  # a module may say of itself that it is called so
             name = f"{stem}.{self._counts[stem]}"
             self._counts[stem] += 1
-            if name not in self._by_name:
-                return name
-
-
-def _own_name(module: nn.Module) -> str | None:
-    """Return the name that a module of a serving system has as an attribute."""
-    prefix = getattr(module, "prefix", None)
-    if isinstance(prefix, str) and prefix:
-        return prefix
-    for key in ("layer_id", "layer_idx"):
-        layer = getattr(module, key, None)
-        if type(layer) is int:
-            return f"{type(module).__name__}.{layer}"
-    return None
+        return name
 
 
 # -- options -------------------------------------------------------------------------------------------------
@@ -191,16 +174,26 @@ def read_options(factory: str, kind: type[_T], config: Mapping[str, Any] | None)
         raise OptionError(f"{factory}: config is an object of names and values, got {config!r}.")
     names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a type of dataclasses has no name
     given = {key: value for key, value in (config or {}).items() if value is not None or key not in names}
-    for key in given:
-        if key not in names:
-            raise OptionError(
-                f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {', '.join(names) or 'none'}."
-            )
+    for key in given.keys() - set(names):
+        known = ", ".join(names) or "none"
+        raise OptionError(f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {known}.")
     for each in fields(kind):  # type: ignore[arg-type]
         if each.default is MISSING and each.name not in given:
             raise OptionError(f"{factory} needs a {each.name}: {{{each.name!r}: 'states'}}.")
     hints = get_type_hints(kind)
     return kind(**{key: checked(f"{factory}: {key}", value, hints[key]) for key, value in given.items()})
+
+
+def read_tensors(factory: str, file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file that a config names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        with torch.inference_mode(False):
+            return load_file(str(file))
+    except (OSError, SafetensorError) as error:
+        raise OptionError(f"{factory}: {file} cannot be read as a safetensors file ({error}).") from None
 
 
 def checked(what: str, value: Any, kind: Any) -> Any:

@@ -73,11 +73,11 @@ class RecordMean(Observer):
     def __init__(self, options: MeanOptions) -> None:
         self._options = options
         self._sums = ByModule(lambda name: _Sum())
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """Add the output of a module."""
-        if not _torch.in_recomputation():
+        """Add an output to the sum of its module."""
+        if not _torch.in_recomputation():  # it was counted the first time
             self._take(module, site, output)
 
     def _take(self, module: nn.Module, site: Site | None, output: Any) -> None:
@@ -99,10 +99,6 @@ class RecordMean(Observer):
             seen.total.add_(total.to(seen.total.device))
             seen.count += tensor.numel() // total.numel()
 
-    def means(self) -> dict[str, Tensor]:
-        """Return the mean of each module so far, in float32 on the CPU."""
-        return {name: mean for name, (mean, _) in self._read().items()}
-
     def _read(self) -> dict[str, tuple[Tensor, int]]:
         """Return mean and tokens of each module, of one moment."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -111,16 +107,19 @@ class RecordMean(Observer):
             pairs = zip(seen, totals, strict=True)
             return {name: ((total.double() / count).float(), count) for (name, _, count), total in pairs}
 
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of each module so far, in float32 on the CPU."""
+        return {name: mean for name, (mean, _) in self._read().items()}
+
     def tokens(self) -> dict[str, int]:
         """Return over how many tokens (or samples) each mean is."""
-        with self._lock:
-            return {name: each.count for name, each in self._sums.items() if each.count}
+        return {name: count for name, (_, count) in self._read().items()}
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, the number of tokens and the norm of the mean."""
-        read = self._read()
-        metrics = {f"{name}/tokens": float(count) for name, (_, count) in read.items()}
-        return metrics | {f"{name}/norm": float(mean.norm()) for name, (mean, _) in read.items()}
+        read = self._read().items()
+        metrics = {f"{name}/tokens": float(count) for name, (_, count) in read}
+        return metrics | {f"{name}/norm": float(mean.norm()) for name, (mean, _) in read}
 
     def save(self, file: str | Path | None = None) -> Path:
         """Write the means so far to a safetensors file, and return its path."""
@@ -130,10 +129,9 @@ class RecordMean(Observer):
         if target is None:
             raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        read = self._read()
-        means = {name: mean for name, (mean, _) in read.items()}
-        tokens = {f"tokens/{name}": str(count) for name, (_, count) in read.items()}
-        replace_file(target, lambda draft: save_file(means, draft, metadata=tokens))
+        read = self._read().items()
+        tokens = {f"tokens/{name}": str(count) for name, (_, count) in read}
+        replace_file(target, lambda draft: save_file({name: mean for name, (mean, _) in read}, draft, metadata=tokens))
         return target
 
     def close(self) -> None:

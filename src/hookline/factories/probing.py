@@ -1,12 +1,11 @@
 """``probe``: score every token of outputs by a trained head, while a model answers.
 
 Specs and users make it, with a head that ``train_probe`` has made. Scores are added up by the engine of ``watch``; what
-is over the threshold goes to the answer of its request by `request_notes`, where an engine reads them.
+is over the threshold goes to the answer of its request by `request_notes`, where an engine reads these.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.activation_statistics import ActivationStats
 from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.probe_heads import ProbeHead
-from hookline.factories.request_notes import RequestFlag, current_notes
-from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, only_in_stage, running
-from hookline.observe.tokens import Tokens
+from hookline.factories.request_notes import RequestFlag, note_scores
+from hookline.factories.served_batch import TokenOptions, measurable, only_in_stage, running
+from hookline.factories.streaming_stats import ActivationStats
+from hookline.observe.tokens import current_tokens, serving
 from hookline.observe.watch.row import Layout, as_metrics
 from hookline.sites import _torch
 
@@ -35,7 +34,7 @@ __all__ = ["Probe", "ProbeOptions", "probe"]
 
 
 @dataclass(frozen=True)
-class ProbeOptions:
+class ProbeOptions(TokenOptions):
     """The config of ``probe``."""
 
     file: Path | None = None
@@ -43,9 +42,6 @@ class ProbeOptions:
     name: str = "probe"
     threshold: float | None = None
     action: Literal["metric", "flag", "stop"] = "metric"
-    positions: Positions = "all"
-    requests: tuple[str, ...] | None = None
-    phase: Stage = "both"
     add_residual: bool = False
 
     def __post_init__(self) -> None:
@@ -102,69 +98,47 @@ class Probe(ActivationStats):
     def __init__(self, options: ProbeOptions) -> None:
         self.head = options.read_head()
         self.width = self.head.width
-        self.label = options.name
         self.threshold = self.head.threshold if options.threshold is None else options.threshold
         super().__init__(Layout.of(("mean", "max", f"over:{self.threshold!r}")), add_residual=options.add_residual)
-        self._action = options.action
-        self._requests = options.requests
-        self._only_last = options.positions == "last"
-        self._running = threading.local()
-        self._has_logged = False
+        self._options = options
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Score the output of a module."""
-        self._running.tokens = running(inputs)
-        super().__call__(module, inputs, output, site=site)
+        with serving(running(inputs)):
+            super().__call__(module, inputs, output, site=site)
 
     def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> None:
         """Score ``tensor``; raise if that fails: a probe that looks at nothing must not seem to find nothing."""
-        local = measurable(tensor)
-        if local is not None:
-            self._score(seen, local)
-
-    def _score(self, seen: StreamedModule, tensor: Tensor) -> None:
-        tokens: Tokens | None = self._running.tokens
-        logits = self.head.logits(tensor)
-        scores = logits.sigmoid().masked_fill(~logits.isfinite(), 1.0)  # what has no score is flagged
-        if tokens is None:
-            self._add_unserved(seen, scores)
+        local, options, tokens = measurable(tensor), self._options, current_tokens()
+        if local is None:
             return
-        chosen = tokens.choose(self._requests, last=self._only_last)
-        picked = None if self._requests is not None and not tokens.has_names else chosen.pick(scores.unsqueeze(-1))
-        if picked is None:
-            self._log_unknown(seen, "requests or tokens")
+        logits = self.head.logits(local)
+        scores = logits.sigmoid().masked_fill(~logits.isfinite(), 1.0)  # what has no score is flagged
+        if tokens is None and not options.needs_tokens:
+            is_last = options.positions == "last" and scores.dim() > 1
+            self._streaming.take(seen, scores[..., -1:] if is_last else scores)
+            return
+        chosen = options.choose(tokens)
+        picked = None if chosen is None else chosen.pick(scores.unsqueeze(-1))
+        if chosen is None or picked is None:
+            self.log_unknown("requests or tokens")
         elif len(chosen):
             self._streaming.take(seen, picked.squeeze(-1))
-            notes = current_notes() if self._action != "metric" else None
-            if notes is not None:
-                flag = RequestFlag(self.label, seen.name, stops=self._action == "stop", hook=id(self))
-                notes.add(flag, chosen, picked, self.threshold)
-
-    def _add_unserved(self, seen: StreamedModule, scores: Tensor) -> None:
-        """Add scores of a forward without requests."""
-        if self._requests is not None:
-            self._log_unknown(seen, "requests")
-        else:
-            self._streaming.take(seen, scores[..., -1:] if self._only_last and scores.dim() > 1 else scores)
-
-    def _log_unknown(self, seen: StreamedModule, what: str) -> None:
-        seen.watched.unread = "nobody says whose tokens are in it"
-        if not self._has_logged:
-            self._has_logged = True
-            log_unknown(self.name, what)
+            if options.action != "metric":
+                flag = RequestFlag(options.name, seen.name, stops=options.action == "stop", hook=id(self))
+                note_scores(flag, chosen, picked, self.threshold)
 
     def to_metrics(self) -> dict[str, float]:
         """Return for each module: mean and highest score, tokens that were scored, and those that were flagged."""
         found: dict[str, float] = {}
-        (over,) = self._streaming.layout.over
+        layout = self._streaming.engine.layout
+        (over,) = layout.over
         for name, cells in self.read().items():
             if cells["count"]:
-                stats = as_metrics(cells, self._streaming.layout)
-                found[f"{name}/score"] = stats["mean"]
-                found[f"{name}/highest"] = stats["max"]
+                stats = as_metrics(cells, layout)
+                found |= {f"{name}/score": stats["mean"], f"{name}/highest": stats["max"]}
             if cells["count"] or name in self._expected:
-                found[f"{name}/flagged"] = cells[over]
-                found[f"{name}/tokens"] = cells["count"]
+                found |= {f"{name}/flagged": cells[over], f"{name}/tokens": cells["count"]}
         return found
 
 

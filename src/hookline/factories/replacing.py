@@ -1,4 +1,4 @@
-"""``replace_rows``: put saved activations in place of outputs, by request and position, and measure the difference.
+"""``replace_rows``: put saved activations in place of outputs, by request and position.
 
 Specs and users make it. With `stream_of` and `with_stream`, which users may call in factories of their own, it reads
 and replaces the residual stream wherever it is: engines' blocks return it in two parts.
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import FactoryHook, read_options, tried_by
-from hookline.factories.served_batch import log_unknown, running
-from hookline.observe.host_values import on_host
+from hookline.factories.factory_hook import FactoryHook, read_options, read_tensors, tried_by
+from hookline.factories.served_batch import running
 from hookline.tree import main_tensor, map_tensors
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ class ReplaceRowsOptions:
     """The config of ``replace_rows``."""
 
     file: Path
-    replace: bool = True
 
 
 @tried_by()
@@ -100,10 +98,7 @@ def replace_rows(config: Mapping[str, Any] | None = None) -> ReplaceRows:
 
     Args:
         config: ``file``: a safetensors file with a tensor for each request and module, called ``"request/module"``;
-            row n is that of position n. What has no row there stays as it is. ``replace``: false changes nothing.
-
-    Its metrics are ``rows`` and, for each module, ``MODULE/error``: how far the outputs were from the rows of the file,
-    as the norm of the difference against the norm of the rows.
+            row n is that of position n. What has no row there stays as it is.
     """
     return ReplaceRows(read_options("replace_rows", ReplaceRowsOptions, config))
 
@@ -115,12 +110,14 @@ class ReplaceRows(FactoryHook):
     is_edit = True
 
     def __init__(self, options: ReplaceRowsOptions) -> None:
-        self._rows = _rows_of_file(options.file)
-        self._replaces = options.replace
-        self._sums: dict[str, Tensor] = {}
-        """By module: the squares of the differences, and of the rows."""
+        self._rows = read_tensors("replace_rows", options.file)
+        wrong = {key: tuple(rows.shape) for key, rows in self._rows.items() if "/" not in key or rows.dim() < 2}
+        if wrong or not self._rows:
+            what = f"has {wrong}" if wrong else "is empty"
+            raise OptionError(
+                f"replace_rows: {options.file} {what}; it takes tensors (tokens, features) called 'request/module'."
+            )
         self._count = 0
-        self._has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> Any:
         """Return the output with the rows of the file; None if there are none."""
@@ -128,58 +125,27 @@ class ReplaceRows(FactoryHook):
         states = stream_of(module, output)
         entries = None if tokens is None or states is None else tokens.by_token(states)
         if tokens is None or states is None or entries is None:
-            if not self._has_logged:
-                self._has_logged = True
-                log_unknown(self.name, "requests")
+            self.log_unknown("requests")
             return None
-        new = entries.clone()
-        found = False
-        for row, request in enumerate(tokens.requests):
-            found |= self._put(new, tokens, row, f"{request}/{site.name}", site.name)
-        return with_stream(module, output, new.view_as(states)) if found and self._replaces else None
+        new, before = entries.clone(), self._count
+        for row in range(len(tokens.requests)):
+            self._put(new, tokens, row, site.name)
+        return with_stream(module, output, new.view_as(states)) if self._count > before else None
 
-    def _put(self, new: Tensor, tokens: Tokens, row: int, key: str, module: str) -> bool:
-        """Put the rows of one request into ``new``; return whether there were any."""
-        first, begin = tokens.firsts[row], tokens.begins[row]
-        rows = self._rows.get(key)
-        if rows is None or first is None:
-            return False
-        rows = rows[first : first + tokens.lengths[row]].to(new.device, non_blocking=True)
+    def _put(self, new: Tensor, tokens: Tokens, row: int, module: str) -> None:
+        """Put the rows of one request into ``new``."""
+        key, first, begin = f"{tokens.requests[row]}/{module}", tokens.firsts[row], tokens.begins[row]
+        if key not in self._rows or first is None:
+            return
+        rows = self._rows[key][first : first + tokens.lengths[row]].to(new.device, non_blocking=True)
         place = new[begin : begin + len(rows)]
-        if not len(rows):
-            return False
         if place.shape != rows.shape:
             raise OptionError(
                 f"replace_rows: {key!r} has rows of {tuple(rows.shape[1:])}, the output {tuple(place.shape[1:])}."
             )
-        parts = place.double() - rows.double(), rows.double()
-        squares = torch.stack([part.square().sum() for part in parts])
-        known = self._sums.get(module)
-        self._sums[module] = squares if known is None else known + squares
         self._count += len(rows)
         place.copy_(rows)
-        return True
 
     def to_metrics(self) -> dict[str, float]:
-        """Return how many rows were compared, and how far they were off at each module."""
-        sums = [
-            (off / max(size, 1e-300)) ** 0.5 for off, size in (each.tolist() for each in on_host(self._sums.values()))
-        ]
-        errors = dict(zip(self._sums, sums, strict=True))
-        return {"rows": float(self._count)} | {f"{module}/error": error for module, error in errors.items()}
-
-
-def _rows_of_file(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        with torch.inference_mode(False):
-            found = load_file(str(file))
-    except (OSError, SafetensorError) as error:
-        raise OptionError(f"replace_rows: {file} cannot be read as a safetensors file ({error}).") from None
-    wrong = next((key for key, rows in found.items() if "/" not in key or rows.dim() < 2), None)
-    if wrong is not None or not found:
-        what = f"has {wrong!r} of shape {tuple(found[wrong].shape)}" if wrong is not None else "is empty"
-        raise OptionError(f"replace_rows: {file} {what}; it takes tensors (tokens, features) called 'request/module'.")
-    return found
+        """Return how many rows were replaced, at all modules together."""
+        return {"rows": float(self._count)}

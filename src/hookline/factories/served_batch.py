@@ -7,15 +7,16 @@ attributes. Without either, a hook for some requests does nothing and logs that 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import Observer
-from hookline.observe.tokens import Tokens, current_tokens, serving
+from hookline.observe.tokens import ChosenTokens, Tokens, current_tokens, serving
 from hookline.sites import _torch
 from hookline.tree import main_tensor
 
@@ -25,24 +26,34 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
 __all__ = [
-    "Positions",
-    "Stage",
-    "log_unknown",
-    "measurable",
-    "only_in_stage",
-    "output_tensor",
-    "running",
-    "shape_of",
-    "tokens_of_batch",
-    "without_padding",
-]
-
-logger = logging.getLogger("hookline.factories")
+    "Positions", "Stage", "TokenOptions", "measurable", "only_in_stage", "output_tensor", "running", "shape_of",
+    "tokens_of_batch", "without_padding",
+]  # fmt: skip
 
 Stage: TypeAlias = Literal["both", "prefill", "decode"]
 """The values of the option ``phase``, by which users choose the stage of a served request."""
 Positions: TypeAlias = Literal["all", "last"]
 """The values of the option ``positions``: every token, or the last one of each sequence in each forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """The options by which a config chooses tokens of a served batch."""
+
+    positions: Positions = "all"
+    requests: tuple[str, ...] | None = None
+    phase: Stage = "both"
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it has to be known whose tokens a forward has."""
+        return self.requests is not None or self.phase != "both"
+
+    def choose(self, tokens: Tokens | None) -> ChosenTokens | None:
+        """Return the tokens that are asked for; None if nobody says whose tokens there are."""
+        if tokens is None or (self.requests is not None and not tokens.has_names):
+            return None
+        return tokens.choose(self.requests, last=self.positions == "last", stage=self.phase)
 
 
 # -- the tensor of an output -------------------------------------------------------------------------------------
@@ -90,12 +101,10 @@ def without_padding(tensor: Tensor) -> Tensor | None:
 def running(inputs: Any) -> Tokens | None:
     """Return whose tokens the running forward has; None if nobody says."""
     tokens = current_tokens()
-    if tokens is not None:
-        return tokens
-    for each in inputs if isinstance(inputs, tuple) else ():
-        if not isinstance(each, Tensor) and hasattr(each, "input_ids") and hasattr(each, "seq_lens"):
-            return tokens_of_batch(each)
-    return None
+    if tokens is None and isinstance(inputs, tuple):
+        batch = next((each for each in inputs if hasattr(each, "forward_mode") and hasattr(each, "input_ids")), None)
+        tokens = None if batch is None else tokens_of_batch(batch)
+    return tokens
 
 
 def tokens_of_batch(batch: Any) -> Tokens | None:
@@ -103,98 +112,57 @@ def tokens_of_batch(batch: Any) -> Tokens | None:
 
     Requests are called by their ``rid``. None if the host does not know them.
     """
-    ids = batch.input_ids if isinstance(batch.input_ids, Tensor) else None
-    mode = getattr(batch, "forward_mode", None)
+    mode, ids, positions = batch.forward_mode, batch.input_ids, getattr(batch, "positions", None)
     # In two-batch overlap modules are called with halves of the batch, which are among their inputs.
-    if getattr(batch, "tbo_split_seq_index", None) is not None or (mode is not None and mode.is_idle()):
+    if mode.is_idle() or getattr(batch, "tbo_split_seq_index", None) is not None:
         return None
     names = _names(batch)
-    lengths = _lengths(batch, mode, len(names), ids)
-    if not lengths or len(lengths) != len(names):
-        return None
-    firsts = _firsts(batch, lengths)
+    lengths = _numbers(batch, "extend_seq_lens_cpu") or _numbers(batch, "extend_seq_lens")
+    if mode.is_decode():
+        lengths = (1,) * len(names)
+    elif not lengths and mode.is_target_verify():  # speculative decoding checks as many tokens of each request
+        lengths = (len(ids) // max(len(names), 1),) * len(names)
     total = sum(lengths)
+    if not lengths or len(lengths) != len(names) or (mode.is_target_verify() and total != len(ids)):
+        return None
+    known = _numbers(batch, "positions")
+    begins = accumulate(lengths[:-1], initial=0)
+    firsts = tuple(known[begin] for begin in begins) if len(known) >= total else (None,) * len(lengths)
+    # What follows the tokens is padding.
     return Tokens(
         names,
         lengths,
         firsts,
         _phases(batch, mode, lengths),
-        ids=_first(ids, total),
-        positions=_first(getattr(batch, "positions", None), total) if None in firsts else None,
+        ids=ids[:total] if isinstance(ids, Tensor) else None,
+        positions=positions[:total] if isinstance(positions, Tensor) and None in firsts else None,
     )
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    named = getattr(batch, "rids", None)
-    if isinstance(named, list | tuple) and named:
-        return tuple(map(str, named))
-    pool = getattr(batch, "req_pool_indices", None)
-    if not isinstance(pool, Tensor):
-        return ()
-    return tuple(f"pool-{number}" for number in pool.tolist()) if pool.device.type == "cpu" else ("",) * len(pool)
-
-
-def _lengths(batch: Any, mode: Any, count: int, ids: Tensor | None) -> tuple[int, ...]:
-    """Return how many tokens each request has in the batch; nothing if that is not known."""
-    known = _numbers(getattr(batch, "extend_seq_lens_cpu", None)) or _numbers(getattr(batch, "extend_seq_lens", None))
-    is_decode = mode.is_decode() if mode is not None else getattr(batch, "extend_seq_lens", None) is None and not known
-    if is_decode:
-        return (1,) * count if mode is not None or ids is None or len(ids) == count else ()
-    if known is not None:
-        return known
-    # Speculative decoding checks as many tokens of each request.
-    if ids is not None and count and mode is not None and mode.is_target_verify() and len(ids) % count == 0:
-        return (len(ids) // count,) * count
-    return ()
+    """Return what requests are called: by their ``rids``, or by their places in the pool, if the host has these."""
+    if getattr(batch, "rids", None):
+        return tuple(map(str, batch.rids))
+    pool = getattr(batch, "req_pool_indices", ())
+    return tuple(f"pool-{number}" for number in _numbers(batch, "req_pool_indices")) or ("",) * len(pool)
 
 
 def _phases(batch: Any, mode: Any, lengths: Sequence[int]) -> tuple[str, ...]:
-    if mode is None:
-        is_decode = getattr(batch, "extend_seq_lens", None) is None and not getattr(batch, "extend_seq_lens_cpu", None)
-        return ("decode" if is_decode else "prefill",) * len(lengths)
-    if mode.is_decode() or mode.is_target_verify():
-        return ("decode",) * len(lengths)
     if not mode.is_mixed():
-        return ("prefill",) * len(lengths)
+        return ("decode" if mode.is_decode() or mode.is_target_verify() else "prefill",) * len(lengths)
     # SGLang joins running answers to prompts as rows of one token behind a prefix. The batch does not say which; the
     # last piece of a prompt that is cut in pieces looks the same if it has one token.
     prefixes = getattr(batch, "extend_prefix_lens_cpu", None) or [0] * len(lengths)
-    return tuple(
-        "decode" if length == 1 and prefix else "prefill" for length, prefix in zip(lengths, prefixes, strict=True)
-    )
+    both = zip(lengths, prefixes, strict=True)
+    return tuple("decode" if length == 1 and prefix else "prefill" for length, prefix in both)
 
 
-def _firsts(batch: Any, lengths: Sequence[int]) -> tuple[int | None, ...]:
-    """Return the position of the first token of each request, if the host knows them."""
-    positions = getattr(batch, "positions", None)
-    known = _numbers(positions) if isinstance(positions, Tensor) and positions.dim() == 1 else None
-    if known is None or len(known) < sum(lengths):
-        return (None,) * len(lengths)
-    begins = [sum(lengths[:row]) for row in range(len(lengths))]
-    return tuple(known[begin] for begin in begins)
-
-
-def _numbers(values: Any) -> tuple[int, ...] | None:
-    """Return the whole numbers that the host has; None if only a device has them."""
+def _numbers(batch: Any, key: str) -> tuple[int, ...]:
+    """Return the whole numbers of an attribute that the host has; none if only a device has them."""
+    values = getattr(batch, key, None)
     if isinstance(values, Tensor):
-        return None if values.device.type != "cpu" else tuple(map(int, values.flatten().tolist()))
-    return tuple(map(int, values)) if isinstance(values, list | tuple) and values else None
-
-
-def _first(value: Any, count: int) -> Tensor | None:
-    """Return the first ``count`` numbers; what follows them is padding."""
-    return value[:count] if isinstance(value, Tensor) and value.dim() == 1 else None
-
-
-def log_unknown(name: str, what: str) -> None:
-    """Log that the hook ``name`` has met a forward of which nothing is known."""
-    logger.warning(
-        "%s is for some %s, and it is not known which a forward has: it does not run in an engine "
-        "(hookline.factories.serving), and no batch is among its inputs. It does nothing in such forwards. In a plain "
-        "generate(), give hookline.patch a function",
-        name,
-        what,
-    )
+        values = values.flatten().tolist() if values.device.type == "cpu" else ()
+    return tuple(map(int, values or ()))
 
 
 # -- one stage of a served model -----------------------------------------------------------------------------------
@@ -218,15 +186,12 @@ class _OnlyInStage(Observer):
     """Call the observer behind it in one stage alone."""
 
     stage = "both"
-    _has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Observe the output, in the stage that was chosen."""
         tokens = running(inputs)
         if tokens is None:
-            if not self._has_logged:
-                self._has_logged = True
-                log_unknown(self.name, "phase")
+            self.log_unknown("phase")
         elif tokens.phase == self.stage:
             super().__call__(module, inputs, output, site=site)
         elif tokens.has_stage(self.stage):

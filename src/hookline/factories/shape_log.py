@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
@@ -26,8 +25,6 @@ __all__ = ["LogShapes", "log_shapes"]
 
 logger = logging.getLogger("hookline.factories.log_shapes")
 
-_TensorKind = tuple[str, tuple[int, ...], torch.dtype, torch.device]
-"""A tensor: where it stands in the output, and its shape, dtype and device."""
 _MOST: Final = 16
 """Lines that a module may have."""
 
@@ -62,27 +59,22 @@ class LogShapes(Observer):
 
     def __init__(self, options: ShapeOptions) -> None:
         self._level = logging.getLevelNamesMapping()[options.level.upper()]
-        self._seen: ByModule[tuple[str, set[tuple[_TensorKind, ...]]]] = ByModule(lambda name: (name, set()))
+        self._seen: ByModule[tuple[str, set[str]]] = ByModule(lambda name: (name, set()))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Log the shapes of an output, if they are new."""
         name, seen = self._seen.of(module, site)
-        kinds = tuple(
-            (path, shape_of(leaf), leaf.dtype, leaf.device) for path, leaf in leaves(output) if isinstance(leaf, Tensor)
-        )
-        if kinds in seen or len(seen) > _MOST:
-            return
-        seen.add(kinds)
-        if len(seen) > _MOST:
-            logger.log(self._level, "%s: more than %d sets of shapes; no further ones are logged", name, _MOST)
-        else:
-            logger.log(self._level, "%s: %s", name, ", ".join(map(_text, kinds)) or "no tensors")
+        found = (_text(path, leaf) for path, leaf in leaves(output) if isinstance(leaf, Tensor))
+        text = ", ".join(found) or "no tensors"
+        if text not in seen and len(seen) < _MOST:
+            seen.add(text)
+            logger.log(self._level, "%s: %s", name, text)
 
     def to_metrics(self) -> dict[str, float]:
-        """Return how many sets of shapes each module has shown, up to one more than are logged."""
+        """Return how many sets of shapes each module has shown, of those that were logged."""
         return {f"{name}/shapes": float(len(seen)) for name, (_, seen) in self._seen.items()}
 
 
-def _text(kind: _TensorKind) -> str:
-    path, shape, dtype, device = kind
-    return f"output{f'.{path}' if path else ''} {shape} {str(dtype).removeprefix('torch.')} {device}"
+def _text(path: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"output{f'.{path}' if path else ''} {shape_of(tensor)} {dtype} {tensor.device}"

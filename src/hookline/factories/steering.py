@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import FactoryHook, read_options, tried_by
-from hookline.factories.served_batch import Positions, Stage, log_unknown, running
+from hookline.factories.factory_hook import FactoryHook, read_options, read_tensors, tried_by
+from hookline.factories.served_batch import TokenOptions, running
 from hookline.observe.patch.edits import steer as steer_edit
 from hookline.observe.patch.parts import main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.tokens import current_tokens
@@ -31,16 +31,13 @@ __all__ = ["Steer", "SteerOptions", "SteerSome", "steer"]
 
 
 @dataclass(frozen=True)
-class SteerOptions:
+class SteerOptions(TokenOptions):
     """The config of ``steer``."""
 
     vector: Any = None
     file: Path | None = None
     key: str | None = None
     strength: float = 1.0
-    positions: Positions = "all"
-    requests: tuple[str, ...] | None = None
-    phase: Stage = "both"
 
     def __post_init__(self) -> None:
         if (self.vector is None) == (self.file is None):
@@ -48,11 +45,6 @@ class SteerOptions:
             raise OptionError(f"steer takes a vector, or a file that has one, got {what}.")
         if self.file is None and self.key is not None:
             raise OptionError("steer: key is the name of a tensor in file, and there is no file.")
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether every token is steered."""
-        return self.requests is None and self.phase == "both" and self.positions == "all"
 
     def read_vector(self) -> Tensor:
         """Return the vector, from the config or the file."""
@@ -75,20 +67,13 @@ def _from_list(given: Any) -> Tensor:
 
 
 def _from_file(file: Path, key: str | None) -> Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with torch.inference_mode(False), safe_open(str(file), framework="pt") as tensors:
-            names = sorted(tensors.keys())
-            chosen = names[0] if key is None and len(names) == 1 else key
-            if chosen not in names:
-                shown = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
-                asked = "no key says which tensor" if key is None else f"there is no {key!r}"
-                raise OptionError(f"steer: {asked} of {file}. It has {shown or 'none'}.")
-            found: Tensor = tensors.get_tensor(chosen)
-            return found
-    except (OSError, SafetensorError) as error:
-        raise OptionError(f"steer: {file} cannot be read as a safetensors file ({error}).") from None
+    found = read_tensors("steer", file)
+    chosen = next(iter(found)) if key is None and len(found) == 1 else key
+    if chosen is None or chosen not in found:
+        shown = ", ".join(map(repr, sorted(found)[:8])) or "none"
+        asked = "no key says which tensor" if key is None else f"there is no {key!r}"
+        raise OptionError(f"steer: {asked} of {file}. It has {shown}.")
+    return found[chosen]
 
 
 @tried_by()
@@ -110,7 +95,8 @@ def steer(config: Mapping[str, Any] | None = None) -> Steer:
             the device of the output.
     """
     options = read_options("steer", SteerOptions, config)
-    return Steer(options) if options.is_for_all else SteerSome(options)
+    is_for_all = not options.needs_tokens and options.positions == "all"
+    return Steer(options) if is_for_all else SteerSome(options)
 
 
 class Steer(FactoryHook):
@@ -124,6 +110,7 @@ class Steer(FactoryHook):
         self.width = len(vector)
         self._options = options
         self.edit = steer_edit(vector, options.strength)
+        self._last = steer_edit(vector, options.strength, index=(..., -1, slice(None)))
         self._tokens: int | None = 0
         """How many tokens it was added to, at all modules together; None once it is part of a graph."""
 
@@ -131,14 +118,14 @@ class Steer(FactoryHook):
         """Return the output with the vector added."""
         where = _site(module, site)
         main = main_output(output, site_text(where))
-        steered = rebuilt(output, main, self.edit.apply(main, where), site_text(where))
+        steered = self.edit.apply(main, where)
         if torch.compiler.is_compiling():  # part of a graph, whose runs nobody counts
             self._tokens = None
         else:  # not the inputs, in which SGLang has its batch: compiled code would keep them for it
             tokens = current_tokens()
             is_by_token = tokens is not None and tokens.by_token(main) is not None
             self._count(len(tokens.choose()) if tokens is not None and is_by_token else main.shape[:-1].numel())
-        return steered
+        return rebuilt(output, main, steered, site_text(where))
 
     def to_metrics(self) -> dict[str, float]:
         """Return how many tokens were steered; nothing once that is unknown."""
@@ -151,19 +138,13 @@ class Steer(FactoryHook):
 class SteerSome(Steer):
     """Steer some requests, one stage, or last tokens; a class of its own, as it reads the inputs."""
 
-    def __init__(self, options: SteerOptions) -> None:
-        super().__init__(options)
-        self._last = steer_edit(options.read_vector(), options.strength, index=(..., -1, slice(None)))
-        self._needs_tokens = options.requests is not None or options.phase != "both"
-        self._has_logged = False
-
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added to the chosen tokens; None if there are none."""
         where = _site(module, site)
         main = main_output(output, site_text(where))
         if not torch.compiler.is_compiling():
             steered = self._steered(main, inputs, where)
-        elif self._needs_tokens or main.dim() < 3:
+        elif self._options.needs_tokens or main.dim() < 3:
             _refuse()
         else:  # batch, sequence, units; padding is on the left
             self._tokens = None
@@ -171,31 +152,22 @@ class SteerSome(Steer):
         return None if steered is None else rebuilt(output, main, steered, site_text(where))
 
     def _steered(self, main: Tensor, inputs: Any, where: Site) -> Tensor | None:
-        tokens, options = running(inputs), self._options
-        if tokens is None or (options.requests is not None and not tokens.has_names):
-            return self._without_tokens(main, where)
-        chosen = tokens.choose(options.requests, last=options.positions == "last", stage=options.phase)
-        mask = chosen.mask(main)
-        if mask is False:
-            return None
-        if mask is None and not self._needs_tokens:
-            return self._without_tokens(main, where)
-        if mask is None:
+        chosen = self._options.choose(running(inputs))
+        mask = None if chosen is None else chosen.mask(main)
+        if chosen is not None and mask is not None:
+            if mask is False:
+                return None
+            self._count(len(chosen))
+            steered = self.edit.apply(main, where)
+            return torch.where(mask, steered, main) if isinstance(mask, Tensor) else steered
+        if not self._options.needs_tokens:  # the last token of each sequence, of an output of any form
+            self._count(main.shape[:-2].numel() if main.dim() > 2 else main.shape[:-1].numel())
+            return (self._last if main.dim() > 2 else self.edit).apply(main, where)
+        if chosen is not None:
             whose = "steer is for some requests or tokens"
             misfit(whose, site_text(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
-        steered = self.edit.apply(main, where)
-        self._count(len(chosen))
-        return torch.where(mask, steered, main) if isinstance(mask, Tensor) else steered
-
-    def _without_tokens(self, main: Tensor, where: Site) -> Tensor | None:
-        """Return the output steered at the last tokens, where nobody says whose tokens it has."""
-        if self._needs_tokens:
-            if not self._has_logged:
-                self._has_logged = True
-                log_unknown(self.name, "phase" if self._options.requests is None else "requests")
-            return None
-        self._count(main.shape[:-2].numel() if main.dim() > 2 else main.shape[:-1].numel())
-        return (self._last if main.dim() > 2 else self.edit).apply(main, where)
+        self.log_unknown("phase" if self._options.requests is None else "requests")
+        return None
 
 
 _REMEDY: Final = "Put it on a module whose output has the batch, or all tokens, as its first dimension."

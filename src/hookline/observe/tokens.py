@@ -59,6 +59,9 @@ class Tokens:
     """Names that no client has chosen, by which hooks of single requests find their rows; `requests` if left out."""
     room: int = 0
     """How many rows a flat batch has with its padding; 0 if that is not known."""
+    notes: list[Any] | None = field(default=None, repr=False)
+    """What hooks tell whoever runs the model about requests of this forward, if that will be read; tables of a part of
+    it have the same list."""
     _choices: dict[Any, ChosenTokens] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -176,7 +179,12 @@ class Tokens:
             ids=_picked(self.ids, chosen),
             positions=chosen.pick(self.positions) if self.positions is not None else None,
             keys=of(self.keys),
+            notes=self.notes,
         )
+
+    def noted(self) -> Tokens:
+        """Return the table with a list of notes of its own."""
+        return replace(self, notes=[], _choices={})
 
     def with_tensors(self, change: Any) -> Tokens:
         """Return the table with ``change`` of its tensors: copies, as systems use their buffers again."""
