@@ -34,11 +34,11 @@ class Hooks:
     """Does what a worker does when a request begins that brings hooks, and when it ends."""
 
     def __init__(self, model):
-        self.of_requests = Session(model).of_requests
+        self.session = Session(model)
         self.open_ones = {}
 
     def begin(self, id, specs, allow=None):
-        prepared = self.of_requests.prepare(id, [ClientHook.from_dict(each) for each in specs], allow)
+        prepared = self.session.of_requests.prepare(id, [ClientHook.from_dict(each) for each in specs], allow)
         prepared.open()
         self.open_ones[id] = prepared
 
@@ -51,7 +51,7 @@ class Hooks:
 
     @property
     def is_active(self):
-        return self.of_requests.is_active
+        return self.session.is_active
 
 
 def step_table(names=KEYS, room=0):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from hookline.engines.hidden_states import StateSource
 from hookline.errors import NoMatchError, OptionError
 from hookline.sites.targets import select
+from hookline.sites.wrappers import submodule
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["find_sources", "never_called", "output_widths", "probe_action"]
+__all__ = ["check_called", "find_sources", "never_called", "output_widths", "probe_action"]
 
 
 def find_sources(model: nn.Module, tp_size: int, layers: Sequence[str], of: str) -> list[StateSource]:
@@ -72,6 +73,13 @@ def never_called(module: nn.Module | None) -> str | None:
     if type(module).__name__ == "ParallelLMHead":
         return "the engine reads the weights of this module and never calls it; hook 'logits_processor' instead"
     return None
+
+
+def check_called(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise for a hook on modules of which the engine calls none; beside others, they are told as silent."""
+    causes = [never_called(submodule(model, name.partition(":")[0]) if name else model) for name in names]
+    if causes and all(causes):
+        raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
 
 
 def output_widths(model: nn.Module, hidden_size: int | None) -> dict[str, int]:
