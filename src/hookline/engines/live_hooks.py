@@ -313,7 +313,7 @@ class LiveHooks:
         widths: Mapping[str, int] | None = None,
     ) -> None:
         self.on: _Hooks = []
-        """All that are attached, those of requests too; oldest first."""
+        """All that are attached, those of requests too; oldest first. A new list for each change: any thread reads."""
         self._model = model
         self.widths = widths or {}
         """How many numbers the output of a module has for a token, where that is known."""
@@ -440,7 +440,7 @@ class LiveHooks:
                 live.handle = handle
                 if isinstance(live.hook, FactoryHook):
                     live.hook.expect(handle.names)
-            self.on += added
+            self.on = [*self.on, *added]
             return added
 
     def detach(self, hooks: Sequence[LiveHook]) -> None:
@@ -480,7 +480,7 @@ class LiveHooks:
             return self._take_off(live)
 
     def _take_off(self, live: LiveHook) -> LiveHook:
-        self.on.remove(live)
+        self.on = [each for each in self.on if each is not live]
         live.handle.remove(quiet=True)
         return live
 

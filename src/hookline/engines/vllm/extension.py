@@ -134,8 +134,8 @@ def _start(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     file = hooks.options.hooks
     specs = [] if file is None else specs_of_file(file)
     if specs:
-        wrap(worker, "compile_or_warm_up_model", after=lambda result: hooks.add(specs, strict=False, origin="start"))
-    wrap(worker, "shutdown", before=hooks.close)  # exports are written to the end
+        wrap(worker, "compile_or_warm_up_model", after=lambda *_: hooks.add(specs, strict=False, origin="start"))
+    wrap(worker, "shutdown", before=lambda *_, **__: hooks.close())  # exports are written to the end
 
 
 watch_loading()

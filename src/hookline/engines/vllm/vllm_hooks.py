@@ -248,13 +248,9 @@ class VllmHooks:
             NoMatchError: No worker has such a module.
             OptionError: A factory or an option is wrong, or this engine has no way to fire hooks.
         """
-        return self.add_all([spec], strict=strict)[0]
-
-    def add_all(self, specs: Sequence[Mapping[str, Any]], *, strict: bool = True) -> _Found:
-        """Attach several hooks in all workers, or none of them."""
-        answers = self._call("hookline_add", [*specs], None, strict)
+        answers = self._call("hookline_add", [spec], None, strict)
         try:
-            return merge_added(answers)
+            return merge_added(answers)[0]
         except Exception:
             for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
                 self._call("hookline_remove", id)

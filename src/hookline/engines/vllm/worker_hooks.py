@@ -17,7 +17,7 @@ from hookline.engines.request_results import RequestResults
 from hookline.engines.session import Session
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, check_taps, choose_way, hidden_size_of
 from hookline.engines.vllm.start_options import StartOptions, wrap
-from hookline.engines.vllm.step_tokens import RequestBook, place_among_answers, tokens_after_model, tokens_of_step
+from hookline.engines.vllm.step_tokens import RequestBook, tokens_after_model, tokens_of_step
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
 from hookline.factories.replacing import stream_of
@@ -169,9 +169,8 @@ class WorkerHooks:
                 self.results.close(id)
                 if self.ends is not None:
                     self.ends.forget(id)
-            for id, name, prompt, not_computed, options in begun:
-                counts = {"prompt": prompt, "not_computed": not_computed}
-                self.results.open(id, name, options, **counts, place=place_among_answers(name))
+            for each in begun:
+                self.results.open(**each._asdict())
         except Exception as error:
             self._give_up("which requests a step begins could not be read", error)
 
