@@ -414,7 +414,9 @@ class LiveHooks:
         with self._lock:
             self._is_closed = True
         while self.on:
-            self.detach(self.on[-1:])
+            with self._lock:  # another thread may be removing the same one
+                gone = [self._take_off(live) for live in self.on[-1:]]
+            self._close_made([(live.hook, live) for live in gone])
 
     def wait_until_closed(self, patience_s: float | None = None) -> None:
         """Wait, at most `patience_s`, for removed hooks that another thread is closing."""
