@@ -56,7 +56,7 @@ def test_an_error_in_one_worker_switches_off_and_counts():
 
 
 def facts(*, compiled=True, graphs="none", version="0.32.0", runner="V1"):
-    return EngineFacts(version, compiled, graphs, runner, 0, 0, 1, 0, 1)
+    return EngineFacts(version, compiled, graphs, runner, 0, 1)
 
 
 def test_the_way_to_fire():

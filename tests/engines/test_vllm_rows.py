@@ -16,7 +16,7 @@ from hookline.engines.vllm.step_tokens import (
     tokens_of_step,
 )
 from hookline.factories import activation_stats, steer
-from hookline.observe.tokens import current_tokens, serving
+from hookline.observe.tokens import serving
 
 
 def runner(names, starts, computed, prompts):
@@ -121,41 +121,25 @@ def test_a_request_is_called_as_the_client_called_it(inside, outside):
     assert client_id(inside) == outside
 
 
-def steered(config, table, tokens=8):
+@pytest.mark.parametrize(
+    ("config", "moved"),
+    [
+        ({"requests": ["b"], "positions": "last"}, [0, 0, 0, 0, 0, 0, 1, 0]),
+        ({"phase": "decode"}, [1, 0, 0, 0, 0, 0, 0, 0]),
+        ({"phase": "prefill"}, [0, 1, 1, 1, 1, 1, 1, 0]),
+        ({"phase": "decode", "requests": ["b"]}, [0] * 8),
+    ],
+)
+def test_steering_a_part_of_a_mixed_step(config, moved):
     hook = steer({"vector": [1.0, 1.0], **config})
-    with serving(table):
-        result = hook(torch.nn.Identity(), (), torch.zeros(tokens, 2))
-    return [0.0] * tokens if result is None else result[:, 0].tolist()
-
-
-def test_steering_one_request_of_a_mixed_step():
-    table = mixed_table()
-    assert steered({"requests": ["a"]}, table) == [1.0] + [0.0] * 7
-    assert steered({"requests": ["b"]}, table) == [0.0] + [1.0] * 6 + [0.0]
-    assert steered({"requests": ["b"], "positions": "last"}, table) == [0.0] * 6 + [1.0, 0.0]
-    assert steered({"requests": ["c"]}, table) == [0.0] * 8
-
-
-def test_steering_one_stage_of_a_mixed_step():
-    table = mixed_table()
-    assert steered({"phase": "decode"}, table) == [1.0] + [0.0] * 7
-    assert steered({"phase": "prefill"}, table) == [0.0] + [1.0] * 6 + [0.0]
-    assert steered({"phase": "decode", "requests": ["b"]}, table) == [0.0] * 8
-
-
-def test_statistics_of_one_stage_and_without_padding():
-    values = torch.tensor([[9.0], *[[1.0]] * 6, [1000.0]])
-    found = {}
-    for stage in ("decode", "prefill", "both"):
-        hook = activation_stats({"phase": stage})
-        with serving(mixed_table()):
-            hook(torch.nn.Identity(), (), values)
-        metrics = hook.to_metrics()
-        found[stage] = next(value for name, value in metrics.items() if name.endswith("mean"))
-    assert found == pytest.approx({"decode": 9.0, "prefill": 1.0, "both": 15.0 / 7})
-
-
-def test_a_flat_table_is_there_while_the_step_runs():
     with serving(mixed_table()):
-        assert current_tokens() is not None
-    assert current_tokens() is None
+        result = hook(torch.nn.Identity(), (), torch.zeros(8, 2))
+    assert ([0] * 8 if result is None else result[:, 0].tolist()) == moved
+
+
+@pytest.mark.parametrize(("stage", "mean"), [("decode", 9.0), ("prefill", 1.0), ("both", 15.0 / 7)])
+def test_statistics_of_one_stage_and_without_padding(stage, mean):
+    hook = activation_stats({"phase": stage})
+    with serving(mixed_table()):
+        hook(torch.nn.Identity(), (), torch.tensor([[9.0], *[[1.0]] * 6, [1000.0]]))
+    assert hook.to_metrics()["Identity.0/mean"] == pytest.approx(mean)

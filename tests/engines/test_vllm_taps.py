@@ -14,7 +14,7 @@ from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import NoMatchError, OptionError
 
-FACTS: dict[str, Any] = dict.fromkeys(("rank", "tp_rank", "pp_rank"), 0) | dict.fromkeys(("tp_size", "pp_size"), 1)
+FACTS: dict[str, Any] = {"rank": 0, "tp_size": 1}
 
 
 class Block(nn.Module):

@@ -8,16 +8,23 @@ adapters of both call these when a hook is attached or a request begins.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from hookline.engines.hidden_states import StateSource
 from hookline.errors import NoMatchError, OptionError
 from hookline.sites.targets import select
+from hookline.sites.wrappers import submodule
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["find_sources", "never_called", "output_widths", "probe_action"]
+__all__ = ["check_called", "find_sources", "never_called", "output_widths", "probe_action"]
+
+_WIDTHS: Final = {
+    **{"Linear": "out_features", "RowParallelLinear": "output_size", "ReplicatedLinear": "output_size"},
+    **{"Embedding": "embedding_dim", "VocabParallelEmbedding": "embedding_dim"},
+}
+"""The attribute that has the width of the output, by class."""
 
 
 def find_sources(model: nn.Module, tp_size: int, layers: Sequence[str], of: str) -> list[StateSource]:
@@ -74,6 +81,13 @@ def never_called(module: nn.Module | None) -> str | None:
     return None
 
 
+def check_called(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise for a hook on modules of which the engine calls none; beside others, they are told as silent."""
+    causes = [never_called(submodule(model, name.partition(":")[0]) if name else model) for name in names]
+    if causes and all(causes):
+        raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
+
+
 def output_widths(model: nn.Module, hidden_size: int | None) -> dict[str, int]:
     """Return the widths of norms, embeddings, projections that give a whole output, and decoder layers, by name.
 
@@ -95,27 +109,18 @@ def output_widths(model: nn.Module, hidden_size: int | None) -> dict[str, int]:
 
 
 def _own_width(module: nn.Module) -> int | None:
-    kind: Any = type(module).__name__
-    if isinstance(module, nn.Linear):
-        return module.out_features
-    if isinstance(module, nn.Embedding) or kind == "VocabParallelEmbedding":
-        return _whole(module, "embedding_dim")
-    if kind in ("RowParallelLinear", "ReplicatedLinear"):  # others give each worker a part of the columns
-        return _whole(module, "output_size")
+    """Return the width that a module tells itself; each worker has a part of the columns of other projections."""
+    kind = type(module).__name__
     weight = getattr(module, "weight", None)
-    is_norm = kind.endswith(("RMSNorm", "LayerNorm")) and isinstance(weight, Tensor) and weight.dim() == 1
-    return len(weight) if is_norm and weight is not None else None
-
-
-def _whole(module: nn.Module, attribute: str) -> int | None:
-    found = getattr(module, attribute, None)
+    if kind.endswith(("RMSNorm", "LayerNorm")) and isinstance(weight, Tensor) and weight.dim() == 1:
+        return len(weight)
+    found = getattr(module, _WIDTHS.get(kind, ""), None)
     return found if type(found) is int else None
 
 
-def _norm_widths(layer: nn.Module) -> set[int]:
+def _norm_widths(layer: nn.Module) -> set[int | None]:
     """Return the widths of the norms that are parts of a layer: they stand in the residual stream."""
-    widths = (_own_width(child) for child in layer.children() if "norm" in type(child).__name__.lower())
-    return {width for width in widths if width is not None}
+    return {_own_width(child) for child in layer.children() if "norm" in type(child).__name__.lower()}
 
 
 def probe_action(spec: HookSpec | Mapping[str, Any]) -> str | None:

@@ -1,16 +1,16 @@
 """Gather the hidden states that requests ask for, and give each request its own rows alone.
 
 `Session` opens a `RequestStates` when a request begins that wants some, tells `HiddenStates` of every step, and closes
-it when the request has ended. One observer sits on each module that a running request wants. In a forward it takes the
-wanted rows out of the batch with one gather, which is copied to the host while the model goes on. Padding and rows of
-other requests are never among them.
+it when the request has ended. One observer sits on each module that a running request wants. In a forward it copies the
+wanted rows of each request to the host, while the model goes on. Padding and rows of other requests are never among
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HiddenStates", "RequestStates", "StateSource", "StatesOfLayer"]
 
-_MOST_REMEMBERED: Final = 64
 _Stream = Callable[[nn.Module, Any], "Tensor | None"]
 
 
@@ -127,12 +126,20 @@ def _joined(pieces: list[tuple[Sequence[int], Tensor]], source: StateSource) -> 
     return StatesOfLayer(order, values)
 
 
-class _Part(NamedTuple):
-    """The rows of one gather that belong to one request."""
+class _Wish(NamedTuple):
+    """What one request wants of a forward."""
 
     states: RequestStates
     positions: Sequence[int]
-    start: int
+    places: slice | Tensor
+    """Where these tokens are among the entries of the batch."""
+
+
+class _Step(NamedTuple):
+    """A forward, and what is wanted of it."""
+
+    table: Tokens
+    wishes: Sequence[_Wish]
 
 
 class _Observer:
@@ -141,25 +148,15 @@ class _Observer:
     def __init__(self, model: nn.Module, module: str, of: str, stream: _Stream) -> None:
         self.users: dict[RequestStates, list[StateSource]] = {}
         """Which of its sources each request has here."""
-        self.parts: list[_Part] = []
-        """What is wanted of the next forward."""
-        self.found: list[Tensor] = []
-        """What each part gave, once the module was called."""
-        self._table: Tokens | None = None
-        """The forward to look at; None if no row is wanted, or once the module was called in it."""
-        self._places: dict[torch.device, Tensor] | None = None
-        """Places among the entries of the batch, on each device that has asked; None for all of them."""
+        self.step: _Step | None = None
+        """The forward to look at; None if there is none, or once the module was called in it."""
+        self._found: dict[RequestStates, Tensor] = {}
         self._module = submodule(model, module) if module else model
         self._what = f"the {of} of {module!r}"
         self._stream = stream
         hook = self._after if of == "output" else self._before
         options: Any = {} if of == "output" else {"on": "forward_pre", "with_kwargs": True}
         self.handle: HookHandle = attach(model, module or None, hook, observe=True, name="states", **options)
-
-    def expect(self, table: Tokens, parts: list[_Part], places: dict[torch.device, Tensor] | None) -> None:
-        """Take these rows in the forward that `table` describes."""
-        self.parts, self.found = parts, []
-        self._table, self._places = table if parts else None, places
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._take(output)
@@ -168,48 +165,39 @@ class _Observer:
         self._take((args, kwargs))
 
     def _take(self, value: Any) -> None:
-        table = self._table
-        if table is None or current_tokens() is not table:  # another thread may run the same model
+        step = self.step
+        if step is None or current_tokens() is not step.table:  # another thread may run the same model
             return
-        self._table = None
+        self.step = None
+        wishes = [wish for wish in step.wishes if wish.states in self.users]
         try:
-            main = self._stream(self._module, value)
-            rows = None if main is None else table.by_token(main)
-            if rows is None:
+            main = self._stream(self._module, value) if wishes else None
+            rows = None if main is None else step.table.by_token(main)
+            if wishes and rows is None:
                 raise OptionError(f"{self._what} has no row of numbers for each token here")
-            picked = self._picked(rows, table)
-            picked = picked.flatten(1) if picked.dim() > 1 else picked.unsqueeze(1)
-            self.found = [_own(picked, part.start, len(part.positions)) for part in self.parts]
+            self._found = {wish.states: _own(rows, wish.places) for wish in wishes if rows is not None}
         except Exception as error:  # fails the requests that asked, not the batch
-            for part in self.parts:
-                part.states.fail(error)
+            for wish in wishes:
+                wish.states.fail(error)
 
-    def _picked(self, rows: Tensor, table: Tokens) -> Tensor:
-        """Return the wanted rows of all requests, one after the other; a copy."""
-        places = self._places
-        if places is None:
-            return rows[: table.count].clone()
-        if rows.device not in places:
-            places[rows.device] = places[torch.device("cpu")].to(rows.device, non_blocking=True)
-        return rows.index_select(0, places[rows.device])
-
-    def hand_out(self) -> int:
+    def hand_out(self, step: _Step) -> int:
         """Give what the forward gave to the requests; return how many bytes."""
-        found, parts = self.found, self.parts
-        self.parts, self.found, self._table = [], [], None
-        for place, (states, positions, _) in enumerate(parts):
+        found, self._found, self.step = self._found, {}, None
+        for states, positions, _ in step.wishes:
             for source in self.users.get(states, ()):
-                if found:
-                    states.add(source, positions, found[place])
+                if states in found:
+                    states.add(source, positions, found[states])
                 else:
                     states.silent.add(source)
-        return sum(each.nbytes for each in found)
+        return sum(each.nbytes for each in found.values())
 
 
-def _own(picked: Tensor, start: int, count: int) -> Tensor:
-    """Return the rows of one request on the host, in memory of their own: what others gave must not stay with them."""
-    part = sent_to_host(picked[start : start + count])
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part  # type: ignore[no-any-return]
+def _own(rows: Tensor, places: slice | Tensor) -> Tensor:
+    """Return rows of one request on the host, in memory of their own: what others gave must not stay with them."""
+    part = rows[places if isinstance(places, slice) else places.to(rows.device, non_blocking=True)]
+    part = part.flatten(1) if part.dim() > 1 else part.unsqueeze(1)
+    copied: Tensor = part.clone() if part.device.type == "cpu" else sent_to_host(part)
+    return copied
 
 
 class HiddenStates:
@@ -225,7 +213,7 @@ class HiddenStates:
         self._stream = stream
         self._observers: dict[tuple[str, str], _Observer] = {}
         self._open: dict[str, RequestStates] = {}
-        self._places: dict[tuple[int, ...], dict[torch.device, Tensor]] = {}
+        self._step: _Step | None = None
         self.gathered = 0
         """Bytes, so far."""
 
@@ -264,40 +252,32 @@ class HiddenStates:
 
     def begin_step(self, table: Tokens) -> None:
         """Tell the observers what to take in the next forward."""
-        chosen = self._chosen(table) if self._observers else []
+        self._step = _Step(table, self._wishes(table)) if self._observers else None
         for observer in self._observers.values():
-            parts: list[_Part] = []
-            places: list[int] = []
-            for states, positions, offset in chosen:
-                if states in observer.users:
-                    parts.append(_Part(states, positions, len(places)))
-                    places += [offset + position for position in positions]
-            is_all = table.width is None and len(places) == table.count
-            observer.expect(table, parts, None if is_all else self._remembered(tuple(places)))
+            observer.step = self._step
 
-    def _chosen(self, table: Tokens) -> list[tuple[RequestStates, Sequence[int], int]]:
-        """Return who wants tokens of the step: which positions, and what to add to a position for its place."""
+    def _wishes(self, table: Tokens) -> list[_Wish]:
+        """Return what is wanted of the step."""
         found = []
         for row, key in enumerate(table.keys or table.requests):
             states, first = self._open.get(key), table.firsts[row]
             if states is not None and first is not None and states.error is None:
                 positions = states.wanted.places(first, table.lengths[row], states.prompt)
                 if positions:
-                    found.append((states, positions, table.begins[row] - first))
+                    found.append(_Wish(states, positions, _entries(positions, table.begins[row] - first)))
         return found
-
-    def _remembered(self, places: tuple[int, ...]) -> dict[torch.device, Tensor]:
-        """Return `places` as a tensor, remembered: all layers, and most rounds, ask for the same."""
-        if places not in self._places:
-            if len(self._places) >= _MOST_REMEMBERED:
-                self._places.clear()
-            with torch.inference_mode(False):
-                self._places[places] = {torch.device("cpu"): torch.tensor(places)}
-        return self._places[places]
 
     def end_step(self) -> None:
         """Hand out what the forward gave, and stop gathering for requests that cannot have theirs."""
-        for observer in self._observers.values():
-            self.gathered += observer.hand_out()
+        step, self._step = self._step, None
+        if step is not None:
+            self.gathered += sum(observer.hand_out(step) for observer in self._observers.values())
         for states in [each for each in self._open.values() if each.error is not None]:
             self.close(states)
+
+
+def _entries(positions: Sequence[int], offset: int) -> slice | Tensor:
+    """Return where positions are among the entries of a batch; ``offset`` is that of position 0."""
+    if isinstance(positions, range):
+        return slice(positions.start + offset, positions.stop + offset)
+    return torch.tensor([position + offset for position in positions])

@@ -1,8 +1,8 @@
-"""Attach and remove hooks on the model that an engine runs, between two forwards, and count what they do.
+"""Keep the hooks on the model that an engine runs: attach and remove them between two forwards, count what they do.
 
-`Session` has one `LiveHooks` for the hooks of the engine and one for those of single requests. Specs come from files
-and over HTTP, and go to ``register_hooks``. A spec is attached wholly or not at all, and a hook that raises is switched
-off while requests go on.
+`Session` has one `LiveHooks`. A `LiveHook` is the engine's own, or belongs to a request (`OwnRows`), and then sees the
+rows of that request alone; both live the same life: made, attached, called, removed, closed. A spec is attached wholly
+or not at all, and a hook that raises is switched off while requests go on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
 from hookline.factories.factory_hook import FactoryHook
-from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import PerSiteHook
 from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
@@ -30,7 +30,9 @@ from hookline.specs.hook_spec import HookSpec
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Between", "LiveHook", "LiveHooks", "Origin", "Place", "at_once", "check_width", "finite_metrics"]
+    from hookline.sites.handle import HookHandle
+
+__all__ = ["Between", "LiveHook", "LiveHooks", "Origin", "OwnRows", "Place", "at_once", "finite_metrics"]
 
 logger = logging.getLogger("hookline.serve.hooks")
 
@@ -50,6 +52,13 @@ _MOST_NUMBERS: Final = 16
 _FIRST: Final = 4
 
 
+class OwnRows(Protocol):
+    """The rows of the request that a hook belongs to."""
+
+    def run(self, hook: Callable[[tuple[Any, ...]], Any], args: tuple[Any, ...], name: str, *, edits: bool) -> Any:
+        """Call ``hook`` with the rows alone; return the output with the rows as it has edited them, None without."""
+
+
 class LiveHook(ErrorHandlingHook):
     """A hook on a served model, and what it has done.
 
@@ -61,11 +70,18 @@ class LiveHook(ErrorHandlingHook):
     Its figures are those of the moment they are read, also after it was removed.
     """
 
-    id: str
-    """``"h1"``, ``"h2"``, …; never used again."""
+    id = ""
+    """``"h1"``, ``"h2"``, …; never used again. Those of requests have none."""
     handle: HookHandle
 
-    def __init__(self, spec: HookSpec, hook: Any, origin: Origin, widths: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        spec: HookSpec,
+        hook: Any,
+        widths: Mapping[str, int],
+        origin: Origin = "http",
+        owner: OwnRows | None = None,
+    ) -> None:
         kind, site_type = spec.kind_and_site_type
         wants_site = check_hook(hook, kind, site_type=site_type)
         name = spec.name or (hook.name if isinstance(hook, FactoryHook) else hook_name(hook))
@@ -75,14 +91,39 @@ class LiveHook(ErrorHandlingHook):
         """As it was given, but for ``on_error``."""
         self.origin = origin
         """Whether it came with the start or later, over HTTP."""
+        self.owner = owner
+        """The request that it belongs to; None for a hook of the engine."""
         self.fired = 0
         """How often it was called, on all its modules together."""
         self._seconds = 0.0
         self._widths = widths
 
+    @classmethod
+    def of(cls, spec: HookSpec, hook: Any, *rest: Any) -> LiveHook:
+        """Return a live hook that edits, or one that observes: which it is, is read off the code of its class."""
+        edits = not spec.observe and (may_return_value(hook) or changes_in_place(hook))
+        return (cls if edits else _LiveObserver)(spec, hook, *rest)
+
     def check_sites(self, names: Sequence[str]) -> None:
         """Raise if the hook is made for outputs of another width than that of a module in ``names``."""
-        check_width(self.hook, names, self._widths)
+        width = self.hook.width if isinstance(self.hook, FactoryHook) else None
+        for name in names if width is not None else ():
+            found = self._widths.get(name, width)
+            if found != width:
+                raise OptionError(
+                    f"{self.hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} "
+                    f"has {found} for each token: give it one of {found}, or name modules whose output has {width}."
+                )
+
+    def __call__(self, *args: Any, site: Any) -> Any:
+        """Return what the hook does, as an edit."""
+        return self.run(self._invoke, (args, site), site.name)
+
+    def _invoke(self, args: tuple[Any, ...], site: Any) -> Any:
+        call = partial(super()._invoke, site=site)
+        if self.owner is None:
+            return call(args)
+        return self.owner.run(call, args, site.name, edits=not isinstance(self, _LiveObserver))
 
     def run(self, act: Callable[..., Any], args: tuple[Any, ...], where: str) -> Any:
         """Return what ``act`` of the hook does with ``args``, at the module ``where``; None if it raises."""
@@ -107,8 +148,7 @@ class LiveHook(ErrorHandlingHook):
     @property
     def places(self) -> Iterator[Place]:
         """Yield the modules that it is on, with the kind of hook."""
-        kind, _ = self.spec.kind_and_site_type
-        return ((name, kind.value) for name in self.matched)
+        return ((name, self.spec.kind_and_site_type[0].value) for name in self.matched)
 
     @property
     def last_step(self) -> int | None:
@@ -154,25 +194,31 @@ class LiveHook(ErrorHandlingHook):
         """Return it as ``GET /hooks`` shows it, on every engine."""
         spec, factory = self.spec, self.spec.hook_factory
         is_path = factory is None or isinstance(factory, str)
+        same = ("id", "name", "origin", "fired", "last_step", "cost_us", "errors", "off", "last_error")
         return {
-            "id": self.id,
-            "name": self.name,
+            **{key: getattr(self, key) for key in same},
+            **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
             "hook_factory": factory or "" if is_path else f"{factory.__module__}:{hook_name(factory)}",
             "target_modules": list(spec.target_modules),
-            "on": spec.on,
-            "observe": spec.observe,
-            "every": spec.every,
-            "on_error": spec.on_error,
             "config": _plain(spec.config),
             "matched": list(self.matched),
-            "origin": self.origin,
-            "fired": self.fired,
-            "last_step": self.last_step,
-            "cost_us": self.cost_us,
-            "errors": self.errors,
-            "off": self.off,
-            "last_error": self.last_error,
         }
+
+
+class _LiveObserver(LiveHook, PerSiteHook):
+    """Call a hook that returns nothing; one that has a function for each module by these."""
+
+    def __call__(self, *args: Any, site: Any) -> None:
+        self.run(self._invoke, (args, site), site.name)
+
+    @property
+    def is_per_site(self) -> bool:
+        return self.owner is None and isinstance(self.hook, PerSiteHook) and self.hook.is_per_site
+
+    def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return what observes the module called ``name``."""
+        observe = self.hook.for_site(name)
+        return lambda module, args, output: self.run(observe, (module, args, output), name)
 
 
 def _plain(value: Any) -> Any:
@@ -187,61 +233,33 @@ def _plain(value: Any) -> Any:
     return value if is_number or value is None or isinstance(value, str | int) else str(value)
 
 
-# Whether a hook can edit is read off its code, hence a class for each.
-
-
-class _LiveEdit(LiveHook):
-    """Call a hook whose return value counts."""
-
-    def __call__(self, *args: Any, site: Any) -> Any:
-        return self.run(self._invoke, (args, site), site.name)
-
-
-class _LiveObserver(LiveHook):
-    """Call a hook that returns nothing."""
-
-    def __call__(self, *args: Any, site: Any) -> None:
-        self.run(self._invoke, (args, site), site.name)
-
-
-class _LivePerSite(_LiveObserver, PerSiteHook):
-    """Call an observer that has a function for each module."""
-
-    def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return what observes the module called ``name``."""
-        observe = self.hook.for_site(name)
-        return lambda module, args, output: self.run(observe, (module, args, output), name)
-
-
 class _Factory:
     """The factory of a spec, whose hook becomes a `LiveHook`."""
 
-    def __init__(self, spec: HookSpec, allow: tuple[str, ...] | None, origin: Origin, widths: Mapping[str, int]):
-        self._spec = spec
+    def __init__(self, spec: HookSpec, id: str, allow: tuple[str, ...] | None, *rest: Any) -> None:
+        self.spec = spec
+        self._id = id
         self._allow = allow
-        self._rest = origin, widths
+        self._rest = rest
         self.hook: Any = None
+        """What it made."""
         self.live: LiveHook | None = None
 
     def __call__(self, config: dict[str, Any]) -> LiveHook | None:
-        spec = self._spec
-        hook = self.hook = call_factory(spec.hook_factory, config, self._allow, observe=spec.observe)
+        hook = self.hook = call_factory(self.spec.hook_factory, config, self._allow, observe=self.spec.observe)
         if hook is None:
             return None
-        edits = not spec.observe and (may_return_value(hook) or changes_in_place(hook))
-        is_per_site = isinstance(hook, PerSiteHook) and hook.is_per_site
-        kind = _LiveEdit if edits else _LivePerSite if is_per_site else _LiveObserver
-        self.live = kind(spec, hook, *self._rest)
+        self.live = LiveHook.of(self.spec, hook, *self._rest)
+        self.live.id = self._id
         return self.live
 
     def __str__(self) -> str:  # in messages
-        return str(self._spec.hook_factory)
+        return str(self.spec.hook_factory)
 
 
-def _made_by(spec: HookSpec, factory: _Factory) -> HookSpec:
-    """Return `spec` with `factory`, whose hook deals with its errors itself."""
-    values = {each.name: getattr(spec, each.name) for each in fields(HookSpec)}
-    return HookSpec(**{**values, "hook_factory": factory, "on_error": "raise"})
+def _spec_with(spec: HookSpec, **changes: Any) -> HookSpec:
+    """Return a spec, that of a client too, as a `HookSpec` with other values."""
+    return HookSpec(**{**{each.name: getattr(spec, each.name) for each in fields(HookSpec)}, **changes})
 
 
 class Between(Protocol):
@@ -271,8 +289,6 @@ def _in_time(done: Future[T], patience_s: float | None) -> T:
 
 
 _Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
-_Made = tuple[Any, LiveHook | None]
-"""What a factory made, and the live hook around it, if it came to that."""
 
 
 class LiveHooks:
@@ -296,13 +312,14 @@ class LiveHooks:
         on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
     ) -> None:
+        self.on: _Hooks = []
+        """All that are attached, those of requests too; oldest first. A new list for each change: any thread reads."""
         self._model = model
-        self._widths = widths or {}
+        self.widths = widths or {}
         """How many numbers the output of a module has for a token, where that is known."""
         self._between = between
         self._allow = allow
         self._on_error = on_error
-        self._live: dict[str, LiveHook] = {}
         self._numbered = 0
         self._is_closed = False
         self._lock = threading.RLock()
@@ -313,12 +330,12 @@ class LiveHooks:
     @property
     def is_active(self) -> bool:
         """Return whether a hook is on that no error has switched off."""
-        return any(not live.off for live in self._live.values())
+        return any(not live.off for live in self.on)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Switch all hooks off for the block, whose forwards are no requests'."""
-        on = [live for live in self.list() if not live.off]
+        on = [live for live in self.on if not live.off]
         for live in on:
             live.off = True
         try:
@@ -385,8 +402,8 @@ class LiveHooks:
         return live
 
     def list(self) -> _Hooks:
-        """Return the attached hooks, oldest first."""
-        return list(self._live.values())
+        """Return the attached hooks of the engine, oldest first."""
+        return [live for live in self.on if live.owner is None]
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the metrics of each hook by its id; hooks without ``to_metrics`` are left out."""
@@ -396,11 +413,10 @@ class LiveHooks:
         """Remove all hooks for good, the last first, and flush them."""
         with self._lock:
             self._is_closed = True
-        while self._live:
-            with self._lock:
-                id = next(reversed(self._live), None)
-                going = [] if id is None else [self._remove(id)]
-            self._close_made([(live.hook, live) for live in going])
+        while self.on:
+            with self._lock:  # another thread may be removing the same one
+                gone = [self._take_off(live) for live in self.on[-1:]]
+            self._close_made([(live.hook, live) for live in gone])
 
     def wait_until_closed(self, patience_s: float | None = None) -> None:
         """Wait, at most `patience_s`, for removed hooks that another thread is closing."""
@@ -411,26 +427,42 @@ class LiveHooks:
 
     # -- between two forwards --------------------------------------------------------------------------------
 
+    def attach(self, makers: Sequence[tuple[HookSpec, Any]], *, strict: bool = True) -> _Hooks:
+        """Attach live hooks, all or none: of each its spec, and the function of a config that returns it."""
+        # They deal with their errors themselves.
+        specs = [_spec_with(spec, hook_factory=make, on_error="raise") for spec, make in makers]
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosed("The engine is closed, and takes no more hooks.")
+            handles = register_hooks(self._model, specs, strict=strict)
+            added: _Hooks = hooks_of(handles)
+            live: LiveHook
+            handle: Any  # a `HookHandle` each
+            for live, handle in zip(added, handles, strict=True):
+                live.handle = handle
+                if isinstance(live.hook, FactoryHook):
+                    live.hook.expect(handle.names)
+            self.on = [*self.on, *added]
+            return added
+
+    def detach(self, hooks: Sequence[LiveHook]) -> None:
+        """Remove hooks that are on, and close all of them; one that never was on has been made all the same."""
+        with self._lock:
+            for live in hooks:
+                if live in self.on:
+                    self._take_off(live)
+        self._close_made([(live.hook, live) for live in hooks])
+
     def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
         first, self._numbered = self._numbered + 1, self._numbered + len(specs)
         checked = [self._checked(spec) for spec in specs]
-        factories = [_Factory(spec, allow, origin, self._widths) for spec in checked]
-        ready = [
-            _made_by(spec, factory) if spec.hook_factory is not None else spec
-            for spec, factory in zip(checked, factories, strict=True)
+        factories = [
+            _Factory(spec, f"h{number}", allow, self.widths, origin) for number, spec in enumerate(checked, first)
         ]
-        added: _Hooks = []
         try:
-            with self._lock:
-                if self._is_closed:
-                    raise EngineClosed("The engine is closed, and takes no more hooks.")
-                handles = register_hooks(self._model, ready, strict=strict)
-                by_hook: Any = dict(zip(map(id, hooks_of(handles)), handles, strict=True))
-                for number, factory in enumerate(factories, first):
-                    if factory.live is not None and id(factory.live) in by_hook:
-                        self._keep(f"h{number}", factory.live, by_hook[id(factory.live)])
-                        added.append(factory.live)
-            return added
+            return self.attach(
+                [(each.spec, None if each.spec.hook_factory is None else each) for each in factories], strict=strict
+            )
         finally:  # of what was made and is not on, also if that is all of it
             self._close_made([(each.hook, each.live) for each in factories if each.hook is not None])
 
@@ -440,25 +472,24 @@ class LiveHooks:
         is_said = not isinstance(spec, Mapping) or spec.get("on_error") is not None
         return HookSpec.from_dict(spec if is_said else {**spec, "on_error": self._on_error})
 
-    def _keep(self, id: str, live: LiveHook, handle: HookHandle) -> None:
-        live.id, live.handle = id, handle
-        if isinstance(live.hook, FactoryHook):
-            live.hook.expect(handle.names)
-        self._live[id] = live
-
     def _remove(self, id: str) -> LiveHook:
         with self._lock:
-            live = self._live.pop(id, None)
+            hooks = self.list()
+            live = next((live for live in hooks if live.id == id), None)
             if live is None:
-                known = ", ".join(f"{each.id!r} ({each.name})" for each in self._live.values())
+                known = ", ".join(f"{each.id!r} ({each.name})" for each in hooks)
                 raise HookNameError(f"No hook has the id {id!r}; there is {known or 'none'}.")
-            live.handle.remove(quiet=True)
-            return live
+            return self._take_off(live)
 
-    def _close_made(self, going: Sequence[_Made]) -> None:
+    def _take_off(self, live: LiveHook) -> LiveHook:
+        self.on = [each for each in self.on if each is not live]
+        live.handle.remove(quiet=True)
+        return live
+
+    def _close_made(self, going: Sequence[tuple[Any, LiveHook | None]]) -> None:
         """Close what factories made, each once, unless a hook that stays on has it; may take as long as writing."""
         with self._lock:
-            kept = {id(live.hook) for live in self._live.values()}
+            kept = {id(live.hook) for live in self.on}
         closing = {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}
         if not closing:
             return
@@ -474,22 +505,10 @@ class LiveHooks:
             done.set()
 
     def _metrics(self) -> dict[str, dict[str, float]]:
-        with_metrics = (live for live in self._live.values() if callable(getattr(live.hook, "to_metrics", None)))
+        with_metrics = (live for live in self.list() if callable(getattr(live.hook, "to_metrics", None)))
         return {live.id: live.metrics() for live in with_metrics}
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return metrics as JSON takes them: it has no NaN and no infinity."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def check_width(hook: Any, names: Sequence[str], widths: Mapping[str, int]) -> None:
-    """Raise if ``hook`` is made for outputs of another width than that of a module in ``names``, where it is known."""
-    width = hook.width if isinstance(hook, FactoryHook) else None
-    for name in names if width is not None else ():
-        found = widths.get(name, width)
-        if found != width:
-            raise OptionError(
-                f"{hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} has "
-                f"{found} for each token: give it one of {found}, or name modules whose output has {width}."
-            )

@@ -1,37 +1,34 @@
 """Run hooks for one request alone: on its rows of the batch, from its first forward to its last.
 
 An engine prepares them when a request asks for hooks, opens them when it begins to run, and closes them when it has
-ended. Any factory will do: the hook is called with the rows of that request, and what it returns replaces these rows.
-Only tensors with a row for each token are shown; a hook of a request never gets a number of another.
+ended. They are hooks of the engine's `LiveHooks` with an owner: a `LiveHook` of a request is called with its rows, and
+what it returns replaces these rows. Only tensors with a row for each token are shown; a hook of a request never gets a
+number of another.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import Tensor
 
-from hookline.engines.live_hooks import LiveHook, LiveHooks, check_width, finite_metrics
+from hookline.engines.live_hooks import LiveHook, LiveHooks, finite_metrics
 from hookline.engines.request_options import ClientHook
 from hookline.errors import EngineBusy, HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.factories.factory_hook import FactoryHook
 from hookline.messages import type_name
 from hookline.observe.tokens import Tokens, current_tokens, serving
-from hookline.sites.signature import changes_in_place, check_hook, may_return_value
 from hookline.specs.apply_specs import call_factory, close_hook, find_sites
 from hookline.specs.hook_spec import HookSpec
 from hookline.tree import children, map_tensors, rebuilt
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from hookline.sites.site_info import Site
 
 __all__ = ["MOST_PLACES", "PreparedHooks", "RequestHooks", "remembered"]
 
@@ -47,8 +44,7 @@ class RequestHooks:
 
     Args:
         model: The served model.
-        live: What attaches and removes them; its hooks are of requests alone.
-        widths: How many numbers the output of a module has for a token, where that is known.
+        live: The hooks of its engine, among which they are while they are open.
         outputs: Modules whose output has a row for each token, by name; None if the engine does not know.
         inputs: Modules that take a row for each token in the order of the batch, by name; hooks on others are shown no
             tensors that go in. None if the engine does not know: then the number of rows decides.
@@ -58,24 +54,17 @@ class RequestHooks:
         self,
         model: nn.Module,
         live: LiveHooks,
-        widths: Mapping[str, int] | None = None,
         *,
         outputs: Container[str] | None = None,
         inputs: Container[str] | None = None,
     ) -> None:
         self._live = live
-        self._widths = widths or {}
         self._outputs = outputs
         self._inputs = inputs
         self._lock = threading.Lock()
         self._held = 0
         """Hooks times modules of all requests that were prepared and are not closed."""
         self._names = remembered(partial(_names, model))
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether a running request has hooks that are on."""
-        return self._live.is_active
 
     def prepare(
         self, id: str, specs: Sequence[ClientHook], allow: Sequence[str] | None = None, *, answers: int = 1
@@ -104,7 +93,7 @@ class RequestHooks:
         prepared = PreparedHooks(self._live, partial(self._hold, -places))
         try:
             for spec, found in zip(specs, names, strict=True):
-                self._add(prepared, id, spec, found, [_READY, *(allow or ())])
+                prepared.hooks.append(self._made(id, spec, found, [_READY, *(allow or ())]))
         except BaseException:
             prepared.close()
             raise
@@ -120,61 +109,57 @@ class RequestHooks:
                 )
             self._held += places
 
-    def _add(self, prepared: PreparedHooks, id: str, spec: ClientHook, found: Sequence[str], allow: Any) -> None:
-        """Make the hook of `spec`, check it, and add it for the modules in `found` that have rows of requests."""
+    def _made(self, id: str, given: ClientHook, found: Sequence[str], allow: Sequence[str]) -> LiveHook:
+        """Return the hook of a spec, checked, for the modules in `found` that have rows of requests."""
         names = tuple(name for name in found if self._outputs is None or name in self._outputs)
         if not names:
             asked = ", ".join(map(repr, found))
             raise OptionError(f"{asked}: no module of these has an output with a row for each token.")
-        made = _called(spec, allow)
-        try:
-            hook = _confined(made, id, self._inputs)
-            check_width(hook, names, self._widths)
-        except BaseException:
-            close_hook(made)
-            raise
-        prepared.hooks.append(hook)
-        prepared.specs.append(
-            HookSpec(
-                name=spec.name or re.split("[:.]", spec.hook_factory)[-1],
-                target_modules=names,
-                hook_factory=lambda config: hook,
-                observe=spec.observe,
-                every=spec.every,
-                on_error=spec.on_error,
-            )
+        spec = HookSpec(
+            name=given.name or re.split("[:.]", given.hook_factory)[-1],
+            target_modules=names,
+            observe=given.observe,
+            every=given.every,
+            on_error=given.on_error,
         )
+        hook = _called(given, allow)
+        try:
+            live = LiveHook.of(spec, hook, self._live.widths, "http", RequestRows(id, self._inputs))
+            live.check_sites(names)
+        except BaseException:
+            close_hook(hook)
+            raise
+        return live
 
 
 class PreparedHooks:
     """The hooks of one request, made; attached between `open` and `close`."""
 
     def __init__(self, live: LiveHooks, let_go: Callable[[], None]) -> None:
-        self.hooks: list[HookOfRequest] = []
-        self.specs: list[HookSpec] = []
-        """The spec of each, on the names of its modules."""
+        self.hooks: list[LiveHook] = []
         self._live = live
-        self._let_go = let_go
-        self._opened: list[LiveHook] | None = None
+        self._let_go: Callable[[], None] | None = let_go
+        self._is_open = False
 
     def open(self) -> None:
         """Attach them, all or none; called when the request begins to run."""
-        self._opened = []  # where it fails, they are closed as well
-        self._opened = self._live.add_all(self.specs, allow=None, strict=True)
+        self._live.attach([(live.spec, partial(_itself, live)) for live in self.hooks])
+        self._is_open = True
 
     def close(self) -> list[dict[str, Any]]:
         """Remove them, and return what they did and found; of a request that has never run, nothing."""
-        if self._opened is None:
-            for hook in self.hooks:
-                close_hook(hook)
-        opened, self._opened = self._opened or [], []
+        hooks, self.hooks = self.hooks, []
         try:
-            for live in opened:
-                self._live.remove(live.id)
+            self._live.detach(hooks)
         finally:
-            let_go, self._let_go = self._let_go, lambda: None
-            let_go()
-        return [_found(live) for live in opened]
+            if self._let_go is not None:
+                self._let_go()
+            self._let_go = None
+        return [_found(live) for live in hooks] if self._is_open else []
+
+
+def _itself(live: LiveHook, config: dict[str, Any]) -> LiveHook:
+    return live
 
 
 def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[str, ...]:
@@ -207,10 +192,11 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
 def _found(live: LiveHook) -> dict[str, Any]:
     """Return what a hook did, and its metrics, as plain data."""
+    assert isinstance(live.owner, RequestRows)
     return {
         "name": live.name,
         "matched": list(live.matched),
-        "rows": live.hook.rows,
+        "rows": live.owner.seen,
         "errors": live.errors,
         "last_error": live.last_error,
         "metrics": finite_metrics(live.metrics()),
@@ -263,76 +249,35 @@ def _called(spec: HookSpec, allow: Sequence[str]) -> Any:
 # -- a hook that sees the rows of one request ----------------------------------------------------------------------
 
 
-def _confined(hook: Any, request: str, inputs: Container[str] | None) -> HookOfRequest:
-    kind, site_type = HookSpec().kind_and_site_type
-    wants_site = check_hook(hook, kind, site_type=site_type)
-    made = _EditOfRequest if may_return_value(hook) or changes_in_place(hook) else _ObserverOfRequest
-    return made(hook, request, inputs, wants_site)
+class RequestRows:
+    """The rows of one request, forward by forward: the owner of its hooks."""
 
-
-class HookOfRequest(FactoryHook):
-    """Call a hook with the rows of one request."""
-
-    def __init__(self, hook: Any, request: str, inputs: Container[str] | None, wants_site: bool) -> None:
-        self.hook = hook
-        self._inputs = inputs
-        if isinstance(hook, FactoryHook):
-            self.name, self.width = hook.name, hook.width
+    def __init__(self, request: str, inputs: Container[str] | None) -> None:
+        self.seen = 0
+        """How many rows its hook has seen."""
         self._request = request
-        self._wants_site = wants_site
-        self._last: tuple[Any, _Rows | None] = (None, None)
+        self._inputs = inputs
+        self._last: tuple[Tokens | None, _Rows | None] = (None, None)
         """The table of the last forward, and the rows in it: all modules of a forward have the same."""
-        self.rows = 0
-        """How many rows it has seen."""
 
-    def to_metrics(self) -> dict[str, float]:
-        """Return the metrics of the hook."""
-        found = getattr(self.hook, "to_metrics", None)
-        return dict(found()) if callable(found) else {}
+    def run(self, hook: Callable[[tuple[Any, ...]], Any], args: tuple[Any, ...], name: str, *, edits: bool) -> Any:
+        """Call ``hook`` with the rows alone; return the output with the rows as it has edited them, None without.
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the hook the modules that it is on."""
-        if isinstance(self.hook, FactoryHook):
-            self.hook.expect(names)
-
-    def close(self) -> None:
-        """Close the hook, if it can be."""
-        close = getattr(self.hook, "close", None)
-        if callable(close):
-            close()
-
-    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site) -> tuple[_Rows | None, Any]:
-        """Return the rows of the request, and what the hook makes of them: what it returns, or changes in place."""
+        Rows of others stay as they are, to the last bit.
+        """
+        module, inputs, output = args
         batch = current_tokens()
         if self._last[0] is not batch:
             self._last = batch, _rows_of(batch, self._request)
         rows = self._last[1]
         if rows is None:
-            return None, None
-        self.rows += rows.own.count
+            return None
+        self.seen += rows.own.count
         with serving(rows.own):
-            options = {"site": site} if self._wants_site else {}
-            are_rows = self._inputs is None or site.name in self._inputs
+            are_rows = self._inputs is None or name in self._inputs
             own = _part(output, rows)
-            edited = self.hook(module, _part(inputs, rows if are_rows else None), own, **options)
-            return rows, own if edited is None else edited
-
-
-class _ObserverOfRequest(HookOfRequest):
-    """Observe the rows of one request."""
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> None:
-        """Observe the rows."""
-        self._run(module, inputs, output, site)
-
-
-class _EditOfRequest(HookOfRequest):
-    """Edit the rows of one request; those of others stay as they are, to the last bit."""
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> Any:
-        """Return the output with the rows that the hook returned or changed; None if the request has none here."""
-        rows, edited = self._run(module, inputs, output, site)
-        return None if rows is None else _with_part(output, edited, rows)
+            edited = hook((module, _part(inputs, rows if are_rows else None), own))
+        return _with_part(output, own if edited is None else edited, rows) if edits else None
 
 
 @dataclass(frozen=True, slots=True)

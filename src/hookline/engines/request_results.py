@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.engines.engine_modules import find_sources, never_called
+from hookline.engines.engine_modules import check_called, find_sources, never_called
 from hookline.engines.hidden_states import RequestStates, StateSource
 from hookline.engines.request_hooks import remembered
 from hookline.engines.request_options import RequestOptions, split_key
@@ -22,22 +22,20 @@ from hookline.sites.receipt import cause_around
 from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.engines.request_hooks import PreparedHooks
     from hookline.engines.session import Session
 
-__all__ = ["RequestResults", "check_called", "error_to_plain"]
+__all__ = ["RequestResults", "error_to_plain"]
 
 logger = logging.getLogger("hookline.engines")
 
 _MOST_KEPT: Final = 4096
-"""Requests whose results, or flags, wait to be taken."""
+"""Keys under which results wait to be taken."""
 
 
 @dataclass(eq=False)
 class _Result:
-    """One request that asked for something, from its beginning until its client has taken what it left."""
+    """One request, from its beginning until its client has taken what it left."""
 
     id: str
     """The engine's own id."""
@@ -45,14 +43,15 @@ class _Result:
     """What users call it."""
     prompt: int
     not_computed: int
-    key: str = ""
-    place: tuple[int, ...] = ()
+    place: tuple[int, ...]
     """Where it stands among the answers under one key."""
+    key: str
     states: RequestStates | None = None
     hooks: PreparedHooks | None = None
     error: Exception | None = None
     has_ended: bool = False
     hook_results: list[dict[str, Any]] = field(default_factory=list)
+    flags: list[RequestFlag] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -60,15 +59,8 @@ class _Result:
         return 0 if self.states is None else self.states.nbytes
 
 
-@dataclass
-class _Flagged:
-    id: str
-    """The engine's own id: a name may come again."""
-    flags: list[RequestFlag]
-
-
 class RequestResults:
-    """The requests of one worker that asked for something, and what probes flagged in any request.
+    """The requests of one worker, and what was found for those that asked for something, or that a probe flagged.
 
     Args:
         session: Where their hooks go, and their hidden states come from.
@@ -96,9 +88,9 @@ class RequestResults:
         self._can_stop = can_stop
         self._sources = remembered(partial(find_sources, session.model, tp_size))
         self._running: dict[str, _Result] = {}
+        """By the engine's own id."""
         self._kept: dict[str, list[_Result]] = {}
-        """By key, in the order in which their first request began."""
-        self._flagged: dict[str, _Flagged] = {}
+        """What waits to be taken, by key; in the order in which the first request under it was kept."""
 
     @property
     def nbytes(self) -> int:
@@ -112,47 +104,47 @@ class RequestResults:
 
         Args:
             id: The engine's own id, by which rows are found.
-            name: What users call it.
+            name: What users call it. No two that run have one; what an earlier one has left under it is dropped.
             options: An object, or its JSON; see `RequestOptions`.
             prompt: How many tokens its prompt has.
             not_computed: How many of them no hook sees.
             place: Where it stands among the answers under one key.
         """
-        self._flagged.pop(name, None)  # what an earlier one of that name has left
-        if options is None:
-            return
-        result = _Result(id, name, prompt, not_computed, name, place)
+        self._kept.pop(name, None)
+        result = self._running[id] = _Result(id, name, prompt, not_computed, place, name)
         try:
-            key, given = split_key(options)
-            result.key = key or name  # first of all: what is wrong with the rest is told under it
-            asked = RequestOptions.read(given)
-            if asked == RequestOptions():
-                return
-            if key is None:
-                self._kept.pop(name, None)  # what an earlier one of that name has left, as no two run at a time
-            self._check(asked)
-            self._begin(result, asked)
+            if options is not None:
+                self._begin(result, options)
         except Exception as error:
             logger.warning("request %r: %s", name, error)
+            self._keep(result)
             self._end(result)
             result.error = error
-        self._running[id] = result
-        self._kept.setdefault(result.key, []).append(result)
         self._make_room()
 
-    def _begin(self, result: _Result, asked: RequestOptions) -> None:
-        session = self._session
-        wanted = asked.hidden_states
+    def _begin(self, result: _Result, options: Any) -> None:
+        key, given = split_key(options)
+        result.key = key or result.name  # first of all: what is wrong with the rest is told under it
+        asked = RequestOptions.read(given)
+        if asked == RequestOptions():
+            return
+        self._keep(result)
+        self._check(asked)
+        session, wanted = self._session, asked.hidden_states
         if wanted is not None:
             wanted.check(result.prompt)
-            found = self._sources(wanted.layers, wanted.of)
-            result.states = RequestStates(result.id, wanted, result.prompt, found)
+            result.states = RequestStates(result.id, wanted, result.prompt, self._sources(wanted.layers, wanted.of))
             session.states.open(result.states)
         if asked.hooks:
             result.hooks = session.of_requests.prepare(result.id, asked.hooks, self._allow)
-            for spec in result.hooks.specs:
-                check_called(session.model, spec.target_modules)
+            for live in result.hooks.hooks:
+                check_called(session.model, live.spec.target_modules)
             result.hooks.open()
+
+    def _keep(self, result: _Result) -> None:
+        kept = self._kept.setdefault(result.key, [])
+        if result not in kept:
+            kept.append(result)
 
     def close(self, id: str) -> None:
         """Stop with what a request has asked for; what was found stays until it is taken."""
@@ -175,14 +167,13 @@ class RequestResults:
         """
         ending: list[str] = []
         for name, flags in self._session.collect().items():
-            id = ids[name]
+            result = self._running.get(ids[name])
+            if result is None:  # an engine that does not tell of all its requests has no answer for them
+                continue
             if self._can_stop and any(flag.stops for flag in flags):
-                ending.append(id)
-            known = self._flagged.pop(name, None)
-            earlier = known.flags if known is not None and known.id == id else []
-            self._flagged[name] = _Flagged(id, merge_flags([*earlier, *flags]))
-        while len(self._flagged) > _MOST_KEPT:
-            del self._flagged[next(iter(self._flagged))]
+                ending.append(result.id)
+            result.flags = merge_flags([*result.flags, *flags])
+            self._keep(result)
         self._make_room()
         return ending
 
@@ -197,15 +188,15 @@ class RequestResults:
         """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest."""
         if not self._is_too_much():
             return
-        for key, results in list(self._kept.items()):
-            if all(result.has_ended for result in results):
-                logger.warning("what request %r asked for was not taken, and is dropped", key)
-                del self._kept[key]
-                if not self._is_too_much():
-                    return
+        for key in [key for key, results in self._kept.items() if all(result.has_ended for result in results)]:
+            logger.info("what was found for request %r was not taken, and is dropped", key)
+            del self._kept[key]
+            if not self._is_too_much():
+                return
         while self.nbytes > self._most_bytes:
-            states = max((each for each in self._running.values()), key=lambda each: each.nbytes).states
-            assert states is not None
+            held = (result for results in self._kept.values() for result in results)
+            states = max(held, key=lambda each: each.nbytes).states
+            assert states is not None  # it has bytes
             text = (
                 f"Hidden states of all requests together may take {self._most_bytes} bytes (captured_bytes), and these "
                 "do not fit; ask for fewer layers or positions, or take those of earlier requests."
@@ -219,7 +210,7 @@ class RequestResults:
     # -- answers ----------------------------------------------------------------------------------------------
 
     def take(self, key: str) -> list[dict[str, Any]]:
-        """Return what the requests under a key asked for as plain data, one entry for each, and forget it.
+        """Return what was found for the requests under a key as plain data, one entry for each, and forget it.
 
         Raises:
             HookNameError: There is nothing under that key.
@@ -233,21 +224,24 @@ class RequestResults:
         return [self._taken(result) for result in sorted(results, key=lambda each: each.place)]
 
     def _taken(self, result: _Result) -> dict[str, Any]:
-        self.close(result.id)
+        self._end(result)
+        flags = [flag.to_plain(stopped=flag.stops and self._can_stop) for flag in result.flags]
         plain: dict[str, Any] = {
             "request": result.name,
             "prompt_tokens": result.prompt,
             "not_computed": result.not_computed,
             "hooks": result.hook_results,
-            "flags": self.take_flags(result.name, result.id),
+            "flags": flags,
             "states": {},
             "silent": {},
             "error": None,
         }
         try:
-            return {**plain, **self._taken_states(result)}
+            plain |= self._taken_states(result)
         except Exception as error:
-            return {**plain, "error": error_to_plain(error)}
+            plain["error"] = error_to_plain(error)
+        result.states, result.error, result.hook_results, result.flags = None, None, [], []
+        return plain
 
     def _taken_states(self, result: _Result) -> dict[str, Any]:
         states = result.states
@@ -269,32 +263,11 @@ class RequestResults:
         cause = never_called(module) or cause_around(model, source.module, module)
         return cause or "it was not called in a step of the request"
 
-    def take_flags(self, name: str, id: str | None = None) -> list[dict[str, Any]]:
-        """Return what probes flagged in a request as plain data, and forget it.
-
-        Args:
-            name: What users call the request.
-            id: The engine's own id, if it is known: flags of another request of that name stay.
-        """
-        known = self._flagged.get(name)
-        if known is None or id not in (None, known.id):
-            return []
-        del self._flagged[name]
-        return [flag.to_plain(stopped=flag.stops and self._can_stop) for flag in known.flags]
-
     def clear(self) -> None:
         """Forget all requests."""
         for id in list(self._running):
             self.close(id)
         self._kept.clear()
-        self._flagged.clear()
-
-
-def check_called(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise for a hook on modules of which the engine calls none; beside others, they are told as silent."""
-    causes = [never_called(submodule(model, name.partition(":")[0]) if name else model) for name in names]
-    if causes and all(causes):
-        raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
 
 
 def error_to_plain(error: Exception) -> dict[str, str]:

@@ -65,10 +65,8 @@ class Session:
     ) -> None:
         self.model = model
         self.live = LiveHooks(model, between, allow=allow, on_error=on_error, widths=widths)
-        """Hooks of the engine."""
-        self._own = LiveHooks(model, between, widths=widths)
-        """Those of single requests, which nobody else is shown."""
-        self.of_requests = RequestHooks(model, self._own, widths, outputs=outputs, inputs=inputs)
+        """All hooks; those of single requests, which nobody else is shown, have an owner."""
+        self.of_requests = RequestHooks(model, self.live, outputs=outputs, inputs=inputs)
         self.states = HiddenStates(model, stream)
         self._table: Tokens | None = None
         """Whose tokens the last forward has."""
@@ -76,20 +74,14 @@ class Session:
     @property
     def is_active(self) -> bool:
         """Return whether a hook is on, or a running request wants something: the next forward has to be seen."""
-        return self.has_requests or self.live.is_active
-
-    @property
-    def has_requests(self) -> bool:
-        """Return whether a running request has hooks, or wants hidden states."""
-        return self.states.is_active or self.of_requests.is_active
+        return self.states.is_active or self.live.is_active
 
     @property
     def places(self) -> Iterator[Place]:
         """Yield the places of all hooks, and of the observers of hidden states."""
         yield from self.states.places
-        for hooks in (self.live, self._own):
-            for live in hooks.list():
-                yield from live.places
+        for live in self.live.on:
+            yield from live.places
 
     def begin_step(self, table: Tokens | None) -> None:
         """Say whose tokens the next forward has; None if nobody knows."""
@@ -122,4 +114,3 @@ class Session:
     def close(self) -> None:
         """Remove all hooks for good, and flush them."""
         self.live.close()
-        self._own.close()

@@ -37,10 +37,8 @@ class EngineFacts:
     runner: str
     """``"V1"`` or ``"V2"``: which of vLLM's two model runners."""
     rank: int
-    tp_rank: int
     tp_size: int
-    pp_rank: int
-    pp_size: int
+    """Into how many parts tensor parallelism cuts outputs."""
     is_split_at_taps: bool = False
     """Whether the compiled graph is split at taps, so that CUDA graphs of its pieces leave them out."""
     why_no_stop: str | None = None
@@ -53,27 +51,21 @@ class EngineFacts:
         """Return the facts of a worker of vLLM."""
         config = worker.vllm_config
         compilation = config.compilation_config
-        tp_size = int(getattr(config.parallel_config, "tensor_parallel_size", 1))
-        pp_size = int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
-        rank = int(worker.rank)
         return cls(
             version=str(getattr(sys.modules.get("vllm"), "__version__", "unknown")),
             is_compiled=bool(int(compilation.mode or 0)),
             graphs=_graphs(getattr(compilation, "cudagraph_mode", None)),
             runner="V2" if getattr(worker, "use_v2_model_runner", False) else "V1",
-            rank=rank,
-            tp_rank=rank % tp_size,
-            tp_size=tp_size,
-            pp_rank=rank // tp_size % pp_size,
-            pp_size=pp_size,
+            rank=int(worker.rank),
+            tp_size=int(getattr(config.parallel_config, "tensor_parallel_size", 1)),
             is_split_at_taps=TAP in (getattr(compilation, "splitting_ops", None) or ()),
-            why_no_stop=_why_no_stop(worker, pp_size),
+            why_no_stop=_why_no_stop(worker),
             has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
 
     def to_plain(self) -> dict[str, Any]:
         """Return the facts as ``hookline_describe`` shows them."""
-        names = ("rank", "tp_rank", "tp_size", "pp_rank", "pp_size", "version", "runner", "graphs", "notes")
+        names = ("rank", "tp_size", "version", "runner", "graphs", "notes")
         return {**{name: getattr(self, name) for name in names}, "compiled": self.is_compiled}
 
     @property
@@ -126,14 +118,16 @@ def hidden_size_of(worker: Any) -> int | None:
     return int(found()) if callable(found) else None
 
 
-def _why_no_stop(worker: Any, pp_size: int) -> str | None:
+def _why_no_stop(worker: Any) -> str | None:
     """Return why `AnswerEnds` cannot end an answer."""
     sampler = getattr(getattr(worker, "model_runner", None), "sampler", None)
     if getattr(worker, "use_v2_model_runner", False) or not callable(getattr(sampler, "register_forward_hook", None)):
         return "its model runner has a sampler that hookline does not know"
     if getattr(worker.vllm_config, "speculative_config", None) is not None:
         return "it samples several tokens at once (speculative decoding)"
-    return "the pipeline stage that samples knows nothing of the layers of others" if pp_size > 1 else None
+    if int(getattr(worker.vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1:
+        return "the pipeline stage that samples knows nothing of the layers of others"
+    return None
 
 
 def _graphs(mode: Any) -> str:

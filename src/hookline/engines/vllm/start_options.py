@@ -21,7 +21,7 @@ from hookline.engines.request_options import CHECKED, checked, without_nulls
 from hookline.errors import OptionError
 from hookline.specs.hook_spec import option_errors
 
-__all__ = ["EXTENSION", "TAP", "StartOptions", "engine_options", "register"]
+__all__ = ["EXTENSION", "TAP", "StartOptions", "engine_options", "register", "wrap"]
 
 EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
 """What ``--worker-extension-cls`` takes."""
@@ -30,6 +30,8 @@ _HOOKS: Final = "HOOKLINE_VLLM_HOOKS"
 _ON: Final = "HOOKLINE_VLLM"
 """Set to 1, the plugin adds the extension without hooks."""
 _KEY: Final = "hookline"
+_WRAPS: Final = "_hookline_wraps"
+"""The attribute of a function of ours in the place of one of vLLM's."""
 TAP: Final = "hookline_vllm::tap"
 """The operator of `Taps`, as ``splitting_ops`` of vLLM's compilation config takes it."""
 
@@ -120,25 +122,39 @@ def _split_at_taps() -> dict[str, Any]:
 def register() -> None:
     """Have every engine that this process configures use `HookExtension`; raise where it has another extension."""
     is_on = os.environ.get(_ON, "").lower() not in ("", "0", "false", "no", "off")
-    if not is_on and not os.environ.get(_HOOKS):
-        return
     arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
-    if arguments is None or hasattr(arguments.create_engine_config, "_hookline_wraps"):
-        return  # a process of the engine: its configuration has been made
-    original = arguments.create_engine_config
+    if arguments is not None and (is_on or os.environ.get(_HOOKS)):  # a process of the engine has no such module
+        wrap(arguments, "create_engine_config", after=_add_extension)
+
+
+def _add_extension(config: Any, *args: Any, **kwargs: Any) -> None:
+    parallel = config.parallel_config
+    other = parallel.worker_extension_cls
+    if other and other != EXTENSION:
+        raise OptionError(
+            f"vLLM takes one worker extension, and this engine has {other}. Derive a class from that and from "
+            f"{EXTENSION}, name it as worker_extension_cls, and unset {_ON} and {_HOOKS}."
+        )
+    parallel.worker_extension_cls = EXTENSION
+
+
+def wrap(owner: Any, name: str, *, before: Any = None, after: Any = None) -> None:
+    """Have a function of vLLM call ``before`` with its arguments, and ``after`` with its result and these; once only.
+
+    What they raise goes to the caller of the function.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, _WRAPS):
+        return
 
     @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
-        parallel = config.parallel_config
-        other = parallel.worker_extension_cls
-        if other and other != EXTENSION:
-            raise OptionError(
-                f"vLLM takes one worker extension, and this engine has {other}. Derive a class from that and from "
-                f"{EXTENSION}, name it as worker_extension_cls, and unset {_ON} and {_HOOKS}."
-            )
-        parallel.worker_extension_cls = EXTENSION
-        return config
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(result, *args, **kwargs)
+        return result
 
-    create_engine_config._hookline_wraps = original  # type: ignore[attr-defined]
-    arguments.create_engine_config = create_engine_config
+    setattr(call, _WRAPS, True)
+    setattr(owner, name, call)

@@ -74,6 +74,8 @@ class BookedRequest(NamedTuple):
     """How many of them were taken from the prefix cache, where no hook sees them."""
     options: Any
     """``extra_args["hookline"]`` of its sampling parameters, as it came."""
+    place: tuple[int, int]
+    """Where it stands among the answers to one body (`place_among_answers`)."""
 
 
 @dataclass
@@ -115,7 +117,8 @@ class RequestBook:
         extra = getattr(new.sampling_params, "extra_args", None) or {}
         self.prompt_tokens += prompt
         self.not_computed += cached
-        return BookedRequest(new.req_id, self._new_name(new.req_id), prompt, cached, extra.get("hookline"))
+        name = self._new_name(new.req_id)
+        return BookedRequest(new.req_id, name, prompt, cached, extra.get("hookline"), place_among_answers(name))
 
 
 def client_id(request_id: str) -> str:

@@ -7,24 +7,21 @@ HTTP routes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from hookline import errors
 from hookline.engines.hidden_states import StatesOfLayer
-from hookline.errors import HooklineError, OptionError
+from hookline.errors import HooklineError, HookNameError, OptionError
 
 __all__ = [
     "RequestAnswer",
     "VllmHooks",
     "check_answers",
     "merge_added",
-    "merge_flags",
     "merge_hooks",
     "merge_metrics",
     "merge_removed",
@@ -37,24 +34,28 @@ _NO_MATCH: Final = "NoMatchError"
 """What a worker answers that does not have the module: it is of another pipeline stage."""
 
 
-def _error_of(answers: Sequence[_Answer]) -> HooklineError | None:
-    """Return the first error of the workers, as the class it had there if hookline has it; None if there is none."""
-    for answer in answers:
-        error = answer.get("error")
-        if error is not None:
-            kind: Any = getattr(errors, str(error["type"]), None)
-            is_ours = isinstance(kind, type) and issubclass(kind, HooklineError)
-            text = str(error["message"]) if is_ours else f"{error['type']}: {error['message']}"
-            made: HooklineError = (kind if is_ours else OptionError)(text)
-            return made
-    return None
+def check_answers(answers: Sequence[_Answer], *, may_miss: bool = False) -> None:
+    """Raise the first error of the workers, as the class it had there if hookline has it.
+
+    With ``may_miss``, the lack of a module is no error, unless all lack it: other pipeline stages have it.
+    """
+    failed = [answer["error"] for answer in answers if answer.get("error") is not None]
+    serious = [error for error in failed if not may_miss or error["type"] != _NO_MATCH]
+    if may_miss and len(failed) == len(answers):
+        serious = serious or failed
+    if serious:
+        name, text = str(serious[0]["type"]), str(serious[0]["message"])
+        kind: Any = getattr(errors, name, None)
+        is_ours = isinstance(kind, type) and issubclass(kind, HooklineError)
+        raise kind(text) if is_ours else OptionError(f"{name}: {text}")
 
 
-def _serious(answers: Sequence[_Answer]) -> HooklineError | None:
-    """Return the error of a worker that is more than the lack of a module; of any if all have one."""
-    failed = [answer for answer in answers if answer.get("error") is not None]
-    serious = [answer for answer in failed if answer["error"]["type"] != _NO_MATCH]
-    return _error_of(serious or failed) if serious or len(failed) == len(answers) else None
+def _good(answers: Sequence[_Answer]) -> Sequence[_Answer]:
+    """Return the answers without an error, by rank; raise if there is none."""
+    good = [answer for answer in answers if answer.get("error") is None]
+    if not good:
+        check_answers(answers)
+    return sorted(good, key=lambda each: int(each["rank"]))
 
 
 def merge_added(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
@@ -63,12 +64,8 @@ def merge_added(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
     A worker that has no module of that name (of another pipeline stage) is named in ``missing_on``. Where one worker
     failed in another way, its error is raised: the caller removes the hooks from the others.
     """
-    error = _serious(answers)
-    if error is not None:
-        raise error
-    merged = merge_hooks([answer for answer in answers if answer.get("error") is None])
-    missing = [int(answer["rank"]) for answer in answers if answer.get("error") is not None]
-    return [{**hook, "missing_on": sorted({*hook["missing_on"], *missing})} for hook in merged]
+    check_answers(answers, may_miss=True)
+    return merge_hooks(answers)
 
 
 def merge_hooks(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
@@ -83,10 +80,7 @@ def merge_hooks(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
 
 def merge_removed(answers: Sequence[_Answer]) -> dict[str, Any]:
     """Return the last figures of a hook that workers have removed; raise if none of them had it."""
-    found = [answer["hook"] for answer in answers if answer.get("error") is None]
-    if not found:
-        check_answers(answers)
-    return _merge_hook(found, [int(answer["rank"]) for answer in answers])
+    return _merge_hook([answer["hook"] for answer in _good(answers)], [int(answer["rank"]) for answer in answers])
 
 
 def _merge_hook(hooks: Sequence[Mapping[str, Any]], ranks: Sequence[int] = ()) -> dict[str, Any]:
@@ -133,13 +127,6 @@ def merge_metrics(answers: Sequence[_Answer]) -> dict[str, dict[str, float]]:
     return merged
 
 
-def check_answers(answers: Sequence[_Answer]) -> None:
-    """Raise the first error of the workers, if there is one."""
-    error = _error_of(answers)
-    if error is not None:
-        raise error
-
-
 def merge_results(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
     """Return what the requests under one key asked for, one entry for each, as all workers have it.
 
@@ -150,68 +137,54 @@ def merge_results(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
     Raises:
         HookNameError: No worker keeps anything for that key.
     """
-    good = [answer for answer in answers if answer.get("error") is None]
-    if not good:
-        check_answers(answers)
     by_request: dict[str, list[_Answer]] = {}
-    for answer in sorted(good, key=lambda each: int(each["rank"])):
+    for answer in _good(answers):
         for entry in answer["answers"]:
             by_request.setdefault(entry["request"], []).append(entry)
     return [_merge_result(entries) for entries in by_request.values()]
 
 
 def _merge_result(entries: Sequence[_Answer]) -> dict[str, Any]:
-    error = _serious(entries)
+    failure = None
+    try:
+        check_answers(entries, may_miss=True)
+    except HooklineError as error:
+        failure = {"type": type(error).__name__, "message": str(error)}
     states: dict[str, Any] = {}
     for entry in entries:
         for name, layer in entry["states"].items():
             if not states.get(name, {}).get("positions"):
                 states[name] = layer
-    silent = {name: cause for entry in entries for name, cause in entry["silent"].items()}
-    plain = None if error is None else {"type": type(error).__name__, "message": str(error)}
+    silent = {name: cause for entry in entries for name, cause in entry["silent"].items() if name not in states}
+    hooks = [entry["hooks"] for entry in entries if entry["hooks"]]
     return {
         **entries[0],
-        "error": plain,
+        "error": failure,
         "states": states,
-        "silent": {name: cause for name, cause in silent.items() if name not in states},
-        "hooks": _hooks_of_request([entry["hooks"] for entry in entries]),
-        "flags": merge_flags([entry["flags"] for entry in entries]),
+        "silent": silent,
+        "hooks": [_hook_of_request(same) for same in zip(*hooks, strict=False)],
+        "flags": _merge_flags([entry["flags"] for entry in entries]),
     }
 
 
-def _hooks_of_request(workers: Sequence[Sequence[_Answer]]) -> list[dict[str, Any]]:
-    """Return the hooks of a request as all workers saw them: figures of the first, errors of all."""
-    found = []
-    for same in zip(*(hooks for hooks in workers if hooks), strict=False):
-        errors_seen = [each["last_error"] for each in same if each["last_error"]]
-        total = sum(each["errors"] for each in same)
-        found.append({**same[0], "errors": total, "last_error": errors_seen[0] if errors_seen else None})
-    return found
+def _hook_of_request(workers: Sequence[_Answer]) -> dict[str, Any]:
+    """Return a hook of a request as all workers saw it: figures of the first, errors of all."""
+    last = next((hook["last_error"] for hook in workers if hook["last_error"]), None)
+    return {**workers[0], "errors": sum(hook["errors"] for hook in workers), "last_error": last}
 
 
-def merge_flags(workers: Sequence[Sequence[_Answer]]) -> list[dict[str, Any]]:
-    """Return the flags of a request, one for each probe and module; a module may be in several workers or in one.
+def _merge_flags(workers: Sequence[Sequence[_Answer]]) -> list[dict[str, Any]]:
+    """Return the flags of a request: those at a module from the first worker that has any there.
 
-    Of two probes of one name, the first is the first in every worker. Workers of one pipeline stage see the same
-    tokens, so that nothing is added up.
+    Workers of one pipeline stage see the same tokens, so that nothing is added up.
     """
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    by_module: dict[str, list[dict[str, Any]]] = {}
     for flags in workers:
-        seen: Counter[tuple[str, str]] = Counter()
+        known = set(by_module)
         for flag in flags:
-            named = flag["probe"], flag["module"]
-            place = *named, seen[named]
-            seen[named] += 1
-            known = found.setdefault(place, dict(flag))
-            positions = [each["position"] for each in (known, flag) if each["position"] is not None]
-            found[place] = {
-                **known,
-                "tokens": max(known["tokens"], flag["tokens"]),
-                "position": min(positions, default=None),
-                "score": max(known["score"], flag["score"]),
-                "stopped": known["stopped"] or flag["stopped"],
-            }
-    return list(found.values())
+            if flag["module"] not in known:
+                by_module.setdefault(flag["module"], []).append(dict(flag))
+    return [flag for found in by_module.values() for flag in found]
 
 
 # -- for programs ------------------------------------------------------------------------------------------------
@@ -236,23 +209,12 @@ class RequestAnswer:
     @classmethod
     def of(cls, merged: Mapping[str, Any]) -> RequestAnswer:
         """Return an entry of `merge_results` with tensors in place of bytes; raise the error that it has."""
-        error = _error_of([merged])
-        if error is not None:
-            raise error
+        check_answers([merged])
         states = {
             name: StatesOfLayer(list(layer["positions"]), _tensor(layer)) for name, layer in merged["states"].items()
         }
         rest = ("prompt_tokens", "not_computed", "hooks", "flags", "silent")
         return cls(states, *(merged[name] for name in rest))
-
-    def save(self, path: str | Path) -> None:
-        """Write the states as a safetensors file: a tensor for each layer, and ``positions/LAYER``."""
-        from safetensors.torch import save_file
-
-        tensors = {name: layer.values.contiguous() for name, layer in self.states.items()}
-        positions = {f"positions/{name}": torch.tensor(layer.positions) for name, layer in self.states.items()}
-        counts = {"prompt_tokens": str(self.prompt_tokens), "not_computed": str(self.not_computed)}
-        save_file({**tensors, **positions}, str(path), metadata=counts)
 
 
 def _tensor(layer: Mapping[str, Any]) -> torch.Tensor:
@@ -286,13 +248,9 @@ class VllmHooks:
             NoMatchError: No worker has such a module.
             OptionError: A factory or an option is wrong, or this engine has no way to fire hooks.
         """
-        return self.add_all([spec], strict=strict)[0]
-
-    def add_all(self, specs: Sequence[Mapping[str, Any]], *, strict: bool = True) -> _Found:
-        """Attach several hooks in all workers, or none of them."""
-        answers = self._call("hookline_add", [*specs], None, strict)
+        answers = self._call("hookline_add", [spec], None, strict)
         try:
-            return merge_added(answers)
+            return merge_added(answers)[0]
         except Exception:
             for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
                 self._call("hookline_remove", id)
@@ -338,7 +296,10 @@ class VllmHooks:
 
     def flags(self, name: str) -> _Found:
         """Return what probes flagged in a request that did not ask for anything itself, and forget it."""
-        return merge_flags([answer["flags"] for answer in self._checked("hookline_take_flags", name)])
+        try:
+            return [flag for answer in self.answers(name) for flag in answer.flags]
+        except HookNameError:
+            return []
 
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""

@@ -6,28 +6,24 @@ not compile, and reads each step's requests there. Requests ask in ``extra_args[
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hookline.engines.engine_modules import never_called, output_widths
+from hookline.engines.engine_modules import check_called, never_called, output_widths
 from hookline.engines.live_hooks import LiveHook, Origin
 from hookline.engines.request_options import ClientHook, RequestOptions
-from hookline.engines.request_results import RequestResults, check_called
+from hookline.engines.request_results import RequestResults
 from hookline.engines.session import Session
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, check_taps, choose_way, hidden_size_of
-from hookline.engines.vllm.start_options import StartOptions
-from hookline.engines.vllm.step_tokens import RequestBook, place_among_answers, tokens_after_model, tokens_of_step
+from hookline.engines.vllm.start_options import StartOptions, wrap
+from hookline.engines.vllm.step_tokens import RequestBook, tokens_after_model, tokens_of_step
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
 from hookline.factories.replacing import stream_of
 from hookline.observe.tokens import Tokens, set_tokens
-from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
 __all__ = ["AnswerEnds", "WorkerHooks"]
@@ -80,54 +76,59 @@ class WorkerHooks:
         allow: Sequence[str] | None = None,
         strict: bool = True,
         origin: Origin = "http",
-    ) -> list[LiveHook]:
+    ) -> _Shown:
         """Attach hooks to the running engine, all or none; each spec uses up a number in every worker."""
         choose_way(self.facts)  # raises where there is none
         given = specs if allow is None else [ClientHook.from_dict(each) for each in specs]
         for spec in specs:
             check_stop(self.facts, spec)
-        live = self.session.live
-        added = live.add_all(given, allow=allow, strict=strict, origin=origin)
+        added = self.session.live.add_all(given, allow=allow, strict=strict, origin=origin)
         try:
             for each in added:
                 check_called(self.model, each.matched)
         except BaseException:
-            for each in added:
-                live.remove(each.id)
+            self.session.live.detach(added)
             raise
         for each in added:
             logger.info("hook %s attached, which fires %s", each.id, self._way_of(each))
-        return added
+        return [self._shown(each) for each in added]
+
+    def remove(self, id: str) -> dict[str, Any] | None:
+        """Remove a hook; return its last figures."""
+        shown = next((each for each in self.list() if each["id"] == id), None)
+        self.session.live.remove(id)
+        return shown
+
+    def list(self) -> _Shown:
+        """Return the hooks with their figures."""
+        return [self._shown(live) for live in self.session.live.list()]
+
+    def close(self) -> None:
+        """Remove all hooks, and write what they still have; does not raise."""
+        try:
+            self.results.clear()
+            self.session.close()
+        except Exception:
+            logger.exception("hooks could not be closed")
+        set_tokens(None)
 
     def _way_of(self, live: LiveHook) -> Way:
         """Return how a hook fires."""
         is_tapped = self.facts.is_compiled and self.taps.reach(live.places)
         return "tapped" if is_tapped else choose_way(self.facts)
 
-    def close(self) -> None:
-        """Remove all hooks, and write what they still have."""
-        self.results.clear()
-        self.session.close()
-        set_tokens(None)
-
-    def list(self) -> _Shown:
-        """Return the hooks with their figures."""
-        return [self.shown(live) for live in self.session.live.list()]
-
-    def shown(self, live: LiveHook) -> dict[str, Any]:
+    def _shown(self, live: LiveHook) -> dict[str, Any]:
         """Return a hook as plain data: as ``GET /hooks`` of the server has it, with its way and its sites."""
-        # Another pipeline stage has these modules: vLLM puts an empty one in their place.
-        members = live.handle._attachment.members()
-        absent = {each.name for each in members if type(each.container.module()).__name__ == "PPMissingLayer"}
-        silent = {name: cause for name, cause in live.silent_sites().items() if name not in absent}
+        modules = {each.name: each.container.module() for each in live.handle._attachment.members()}
+        # Another pipeline stage has the others: vLLM puts an empty module in their place.
+        here = {name: module for name, module in modules.items() if type(module).__name__ != "PPMissingLayer"}
         return {
             **live.to_plain(),
             "rank": self.facts.rank,
             "way": self._way_of(live),
-            "sites": {site.name: site.fired for site in live.handle.report().sites if site.name not in absent},
+            "sites": {site.name: site.fired for site in live.handle.report().sites if site.name in here},
             "silent": {
-                name: never_called(submodule(self.model, name.partition(":")[0]) if name else self.model) or cause
-                for name, cause in silent.items()
+                name: never_called(here[name]) or cause for name, cause in live.silent_sites().items() if name in here
             },
         }
 
@@ -148,10 +149,9 @@ class WorkerHooks:
         """Put the hooks of this object on the root of the model, and around the runner's steps, for good."""
         self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self.model.register_forward_hook(self._after, always_call=True)
-        runner = self._runner
-        runner.execute_model = _before_call(runner.execute_model, self._note_step)
+        wrap(self._runner, "execute_model", before=self._note_step)
         if self.facts.runner == "V2":  # untested: read from the sources
-            runner.prepare_inputs = _after_call(runner.prepare_inputs, self._note_batch)
+            wrap(self._runner, "prepare_inputs", after=self._note_batch)
 
     def _check_request(self, asked: RequestOptions) -> None:
         """Raise for what this engine cannot do for a request."""
@@ -163,22 +163,18 @@ class WorkerHooks:
         """Begin with the requests that the step brings, and end with those that are over."""
         if kwargs.get("dummy_run"):
             return
-        begun, ended = self.book.note(scheduled)
-        for id in ended:
-            self.results.close(id)
-            if self.ends is not None:
-                self.ends.forget(id)
-        for each in begun:
-            self.results.open(
-                each.id,
-                each.name,
-                each.options,
-                prompt=each.prompt,
-                not_computed=each.not_computed,
-                place=place_among_answers(each.name),
-            )
+        try:
+            begun, ended = self.book.note(scheduled)
+            for id in ended:
+                self.results.close(id)
+                if self.ends is not None:
+                    self.ends.forget(id)
+            for each in begun:
+                self.results.open(**each._asdict())
+        except Exception as error:
+            self._give_up("which requests a step begins could not be read", error)
 
-    def _note_batch(self, batch: Any) -> None:
+    def _note_batch(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         self._batch = batch
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -228,32 +224,6 @@ class WorkerHooks:
         if not self._has_logged:
             self._has_logged = True
             logger.exception("%s; hooks do not know whose tokens they see", what)
-
-
-def _before_call(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    logged: list[bool] = []  # once: such an error comes with every step
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            note(*args, **kwargs)
-        except Exception:
-            if not logged:
-                logged.append(True)
-                logger.exception("a step of the engine could not be read")
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _after_call(function: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        note(result)
-        return result
-
-    return call
 
 
 class AnswerEnds:
