@@ -953,6 +953,9 @@ def vectorizing() -> bool:
 copy_all: Final[Callable[..., None]] = torch._foreach_copy_
 """Copy a list of tensors into another; on a CUDA device a few launches for all of them."""
 
+norms_of_all: Final[Callable[..., tuple[Tensor, ...]]] = torch._foreach_norm
+"""Return the norm of each of several tensors, likewise: for the check of modules."""
+
 
 flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tensors
 """Several tensors end to end, as one vector of its own; by hand it takes thrice as long."""

@@ -72,7 +72,7 @@ class StateMarks:
         found = [_torch.local_tensor(tensor) for some in held for tensor in some if tensor is not None]
         read = [each for each in found if each is not None and each.dtype in _TYPES and each.layout is torch.strided]
         with torch.no_grad():  # few launches for all of them
-            self._norms = torch._foreach_norm(read, 2, dtype=torch.float64) if read else ()
+            self._norms = _torch.norms_of_all(read, 2, dtype=torch.float64) if read else ()
 
     def are_those_of(self, model: nn.Module) -> bool:
         """Return whether the model is now as it was then, up to rounding; waits for the device."""
