@@ -87,6 +87,23 @@ def test_a_tensor_that_waits_is_read_as_it_was_or_not_at_all(monkeypatch: pytest
     assert [int(marks[row]) for row in rows] == [known[row] for row in rows]
 
 
+def test_an_error_with_a_tensor_that_waited_does_not_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when there is no memory left for the signs."""
+    device, place = DeviceFingerprints(torch.device("cpu"), by_programs=True), WatchedPlace("layer", "output")
+    device.add(place, torch.randn(5).double())
+    device.end_pass()
+    assert device.note(place, torch.randn(5).double()) == 1
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "_by_operators", fail)
+        device.end_pass()
+    assert sorted(device.read()[0]) == [0]
+    assert [(row, str(error)) for row, error in device.errors.items()] == [(1, "no memory")]
+
+
 @pytest.mark.slow
 def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
     """Hash to the bit, numbers and sketch up to rounding, in Triton's interpreter: one process for all of them."""

@@ -368,7 +368,13 @@ def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any],
 
 
 SCRIPT = """
-import sys, torch, hookline as hl
+import atexit, sys, torch, hookline as hl
+class Log(hl.sinks.JSONLSink):  # as that of W&B, whose run ends with the process
+    has_ended = False
+    def write(self, record):
+        if not Log.has_ended:
+            super().write(record)
+atexit.register(setattr, Log, "has_ended", True)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 class Ends(hl.TrainingHook):
@@ -376,7 +382,7 @@ class Ends(hl.TrainingHook):
     hook_points = {hl.HookPoint.POST_EPOCH}
     def compute(self, ctx):
         return {"loss": ctx.loss}
-hl.follow(model, optimizer, [Ends], sinks=[hl.sinks.JSONLSink(sys.argv[1])])
+hl.follow(model, optimizer, [Ends], sinks=[Log(sys.argv[1])])
 for _ in range(3):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -432,6 +438,24 @@ def test_batches_that_are_fetched_ahead_or_in_evaluation_mode_belong_to_the_righ
     ends = [place for place in seen.places() if place[0] in ("PRE_EPOCH", "POST_EPOCH")]
     assert ends[::2] == [("PRE_EPOCH", 0, None), ("PRE_EPOCH", 1, 2), ("PRE_EPOCH", 2, 5)]
     assert ends[1::2] == [("POST_EPOCH", 0, 2), ("POST_EPOCH", 1, 5), ("POST_EPOCH", 2, 8)]
+
+
+@pytest.mark.parametrize("is_fetched_at_once", [True, False])
+def test_steps_after_the_end_of_a_pass_are_together_one_epoch(is_fetched_at_once: bool) -> None:
+    loop, seen = Loop(), Seen()
+
+    def step(batch: Any) -> None:
+        loop.loss_fn(loop.model, batch).backward()
+        loop.optimizer.step()
+
+    with loop.follow([seen], loader=loop.loader):
+        batches = list(loop.loader) if is_fetched_at_once else []
+        for batch in batches or loop.loader:
+            step(batch)
+        for batch in batches or [batch] * 5:
+            step(batch)
+    ends = [epoch for name, epoch, _ in seen.places() if name == "POST_EPOCH"]
+    assert ends == [0, 1]
 
 
 def _train_with_scaler(*, follow: bool) -> Any:

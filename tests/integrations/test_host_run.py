@@ -169,6 +169,23 @@ def test_steps_after_the_last_snapshot_are_reported_at_the_end(fails: bool) -> N
     assert run.manager.global_step == 6
 
 
+def test_state_from_before_the_first_step_loses_no_mean_gradient() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = noting("SNAPSHOT")
+    hook.needs_grads = True
+    first, run = (HostRun([hook], loop="step", snapshot_every=4) for _ in range(2))
+    first.begin_run(model, optimizer)
+    run.load_state_dict(first.state_dict())
+    first.end_run()
+    run.begin_run(model, optimizer)
+    run.begin_step()
+    model(torch.ones(1, 2)).sum().backward()
+    run.end_step(loss=1.0)
+    run.end_run()
+    assert [ctx.accumulated_grads["weight"].tolist() for ctx in hook.contexts] == [[[1.0, 1.0]]]
+
+
 def test_phases_are_told_and_left() -> None:
     """Within a step the phase is train, within an evaluation eval, elsewhere none; also after an error."""
     model = nn.Linear(2, 1)

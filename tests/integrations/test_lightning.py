@@ -243,6 +243,18 @@ def test_a_trainer_takes_one_callback() -> None:
         first.on_train_start(trainer, Net())
 
 
+def test_without_training_no_hook_is_made_that_could_fail(tmp_path: Path) -> None:
+    """An evaluation alone opens no sinks, and an error before training passes unchanged."""
+    callback = HooklineCallback(["no_such_hook"])
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback], logger=False, enable_progress_bar=False
+    )
+    trainer.validate(Net(), _data()[1], verbose=False)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # in the check before training
+        trainer.fit(Net(), _data()[0], DataLoader(TensorDataset(torch.randn(4, 5), torch.zeros(4).long())))
+    callback.close()
+
+
 def _fabric_loop(folder: Path, callbacks: Any, *, epochs: int = 3, state: Any = None, save: bool = False) -> Any:
     torch.manual_seed(0)
     fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=callbacks)

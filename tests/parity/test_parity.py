@@ -19,6 +19,7 @@ import transformers
 
 import hookline as hl
 from hookline.cli.main import main
+from hookline.phases import in_phase
 
 SMALL: dict[str, Any] = {"new_tokens": 12}
 
@@ -335,13 +336,17 @@ def test_the_callback_compares_new_samples_before_the_weights_move() -> None:
     model = helpers.llama(layers=1)
     trainer, callback = _GrpoTrainer(0.7), hl.debug.ParityCallback(every=2)
     callback.follow(trainer)
+    watch = hl.watch(model, "lm_head", on="forward")
     for step in range(5):
         if step % 2 == 0:
             trainer.sample(model)
         state = transformers.TrainerState(global_step=step, is_world_process_zero=True)
-        callback.on_pre_optimizer_step(None, state, None, model=model)
+        with in_phase("train"):  # a step is under way, and is counted by others
+            callback.on_pre_optimizer_step(None, state, None, model=model)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.1)
+    watch.remove(quiet=True)
+    assert set(watch.report()["fired"].values()) == {3}  # by the samples alone
     assert len(trainer.logged) == 3
     assert all(0 < numbers["parity/times"] < 1.5 for numbers in trainer.logged)
     assert all(set(numbers) == {"parity/gap", "parity/times", "parity/outside"} for numbers in trainer.logged)

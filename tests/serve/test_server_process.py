@@ -104,7 +104,7 @@ def _check_export(folder: Path, bodies: list[dict[str, Any]]) -> int:
     for body in bodies:
         positions = set(range(body["usage"]["total_tokens"] - 1))  # the last token goes through no forward
         for layer in ("model.layers.0", "model.layers.1"):
-            assert seen[f"{body['id']}-0", layer] == positions
+            assert seen[body["id"], layer] == positions
     return len(calls)
 
 

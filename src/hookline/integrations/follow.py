@@ -7,6 +7,7 @@ calls a `HostRun`, which fires the hooks.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -142,13 +143,17 @@ class Follow:
         """How many batches of the pass were given when ``backward()`` was called last."""
         self._told_loss: Any = None
         """What the user says that the loss of the step is."""
+        self._ends_with_step = False
+        """Whether the pass was over before the step of its last batch was made."""
         self._may_nest = any(map(_has_several_steps, self._optimizers))
         self._error: BaseException | None = None
         self._has_loader = False
         host.begin_run(model, self._optimizers[0], run_context=run_context, tells_phase=False, **parts)
         self._attached = ExitStack()
         self._attach(parts["loader"])
-        self._at_end = Finalize(None, self._close_at_end, exitpriority=_BEFORE_OTHERS)  # of this process alone
+        atexit.register(self._close_at_end)  # before what was registered earlier: a sink may end its writer there
+        # A child that multiprocessing has forked ends by os._exit(), which atexit does not hear of.
+        self._at_end = Finalize(None, self._close_at_end, exitpriority=_BEFORE_OTHERS)
 
     def _attach(self, loader: Any) -> None:
         """Attach this to the optimizers and ``backward()``, and to the loader if there is one."""
@@ -212,7 +217,7 @@ class Follow:
         self._steps_in_pass += 1
         with self._between_steps():
             self._host.end_step(loss=loss if told is None else told)
-            if self._pass is not None and self._pass.is_over:  # a loader that fetches ahead
+            if self._ends_with_step:
                 self._end_epoch()
 
     def _note_backward(self) -> None:
@@ -243,7 +248,11 @@ class Follow:
 
     def end_pass(self, each: LoaderPass) -> None:
         """End the epoch with its pass; if the step of the last batch is still to come, after that."""
-        if each is self._pass and not self._host.in_step and self._steps_in_pass and not self._is_deaf():
+        if each is not self._pass or self._is_deaf():
+            return
+        if self._host.in_step:  # of a loader that fetches ahead
+            self._ends_with_step = True
+        elif self._steps_in_pass:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
@@ -264,7 +273,7 @@ class Follow:
     def _end_epoch(self) -> None:
         self._host.end_epoch()
         self.epoch += 1
-        self._steps_in_pass = 0
+        self._steps_in_pass, self._ends_with_step = 0, False
 
     # -- what the user reads and says --------------------------------------------------------------------------
 
@@ -330,12 +339,15 @@ class Follow:
                 raise
 
     def _close_at_end(self) -> None:
+        if self._process != os.getpid():
+            return
         self._error = error_of_process()
         self._close(is_exit=self._error is None)
 
     def _close(self, *, is_exit: bool) -> None:
         if not self._host.is_running:
             return
+        atexit.unregister(self._close_at_end)
         self._at_end.cancel()
         self._attached.close()
         self._pass = self._latest_pass = None

@@ -57,6 +57,11 @@ class HostCallback:
         return self._make_host()
 
     @property
+    def _is_running(self) -> bool:
+        """Whether a run is under way; to ask makes none, as one is not for an evaluation alone."""
+        return "_host" in vars(self) and self._host.is_running
+
+    @property
     def manager(self) -> HookManager:
         """The manager of the hooks: their metrics, errors and costs."""
         return self._host.manager
@@ -64,7 +69,8 @@ class HostCallback:
     def close(self) -> None:
         """End the run if the trainer failed without saying so, and close the sinks. May be called again."""
         self._end()
-        self._host.close()
+        if "_host" in vars(self):
+            self._host.close()
 
     def _attach_to(self, trainer: Any, callbacks: Iterable[Any]) -> None:
         """Remember who calls; its checkpoint has one file for the state of hooks, so it takes one callback."""
@@ -78,7 +84,8 @@ class HostCallback:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._attached.close()
-        self._host.end_run(error)
+        if self._is_running:
+            self._host.end_run(error)
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the loggers of the trainer."""

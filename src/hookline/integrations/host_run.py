@@ -198,7 +198,7 @@ class HostRun:
             self.run, self._open = run, opened.pop_all()
         self._accumulate = experiment.accumulate
         self._phase_of_steps = _TRAINING if tells_phase else _NO_PHASE
-        self._stretch = _Stretch.NONE
+        self._stretch, self._loss = _Stretch.NONE, None
         self._wants_previous, self._wants_mean = manager.needs_prev_step_grads(), manager.needs_grad_accumulation()
         if self._wants_previous:  # there is no step before the first
             self._previous = [(parameter, None) for parameter in experiment.model.parameters()]
@@ -444,7 +444,8 @@ class HostRun:
             self._previous = [(one, held[place].to(one.device) if place in held else None) for place, one in parameters]
         self._epoch, self.in_step = _Epoch.NONE, False
         if self._loop == "step" and self._snapshots.every:
-            self._stretch = _Stretch.NONE if self._snapshots.is_due(run.step) else _Stretch.BEGUN
+            is_between = run.step < 0 or self._snapshots.is_due(run.step)
+            self._stretch = _Stretch.NONE if is_between else _Stretch.BEGUN
 
     def _running(self, what: str) -> Run:
         if self.run is None:

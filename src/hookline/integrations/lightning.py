@@ -110,7 +110,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run, and keep the state of the hooks: callbacks that save, and users, may do so after it."""
-        if self._host.is_running:
+        if self._is_running:
             self._host.flush()
             try:
                 self._kept = copied(self._host.state_dict(all_ranks=True))
@@ -134,7 +134,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End an epoch, which has been validated by now."""
-        if self._host.is_running:
+        if self._is_running:
             self._host.end_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -173,7 +173,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an evaluation; at the end of an epoch, after its steps."""
-        if not self._host.is_running:
+        if not self._is_running:
             return  # the check before training, or validation without it
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self._host.in_step:
             self._host.finish_steps()
@@ -182,7 +182,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the metrics that the validation has logged."""
-        if self._host.is_running:
+        if self._is_running:
             before, self._logged = self._logged, {}
             new = {name: value for name, value in trainer.callback_metrics.items() if before.get(name) is not value}
             self._host.end_evaluation(new)
@@ -191,7 +191,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hooks on all ranks, for Lightning's checkpoint; after training, that of its end."""
-        if self._host.is_running:
+        if self._is_running:
             return self._host.state_dict(all_ranks=True)
         if isinstance(self._kept, Exception):
             raise self._kept

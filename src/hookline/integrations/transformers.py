@@ -98,7 +98,7 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """End the run."""
-        if self._host.is_running and self._awaited:
+        if self._is_running and self._awaited:
             self._host.end_epoch()
         self._end()
 
@@ -166,7 +166,7 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
         """Take the metrics of an evaluation: ``eval_loss`` is ``eval/loss`` here."""
-        if not self._host.is_running:
+        if not self._is_running:
             return  # an evaluation after or without training
         with self._ends_if_it_fails():
             found = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
@@ -179,7 +179,7 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Hand step metrics to the Trainer's logger when it logs itself."""
-        if self._reports and not self._is_logging and self._host.is_running:
+        if self._reports and not self._is_logging and self._is_running:
             self._host.flush()
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
@@ -193,7 +193,7 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Write the state of the hooks into the checkpoint that the Trainer has just written."""
-        if not self._host.is_running:
+        if not self._is_running:
             return
         with self._ends_if_it_fails():
             tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank

@@ -64,3 +64,27 @@ def test_parts_of_a_step_are_bounded_and_nothing_of_it_is_lost(monkeypatch: Any)
     assert [each.label for each in step.bad_places().places] == ["forward"]
     listener.remove()
     hl.assert_no_hooks(model)
+
+
+def test_one_who_ends_no_step_does_not_hide_the_micro_batches_of_another(monkeypatch: Any) -> None:
+    """As an alarm whose optimizer was made anew."""
+    monkeypatch.setattr(monitor, "_MOST_PARTS", 3)
+    model = small()
+    idle = hl.observe.alarm(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        train(model, optimizer)
+    assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(2, 1)}
+    idle.remove(quiet=True)
+
+
+def test_one_who_joins_before_the_backward_leaves_it_in_its_step() -> None:
+    model = small()
+    with hl.observe.alarm(model) as alarm:
+        for step in range(3):
+            loss = model(torch.ones(2, 3)).sum() * (float("nan") if step == 1 else 1.0)
+            other = hl.observe.alarm(model)
+            loss.backward()
+            alarm.step()
+            other.remove(quiet=True)
+    assert {each.step for each in alarm.troubles} == {1}

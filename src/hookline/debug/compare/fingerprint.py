@@ -202,6 +202,8 @@ class DeviceFingerprints:
         self._hashes = torch.zeros(_CAPACITY, dtype=torch.int64, device=device)
         self._compiled: dict[Any, Any] = {}
         self._found: set[int] = set()
+        self.errors: dict[int, Exception] = {}
+        """Why rows have no fingerprint, where it is not that their tensor was changed."""
         self.used = 0
         """How many rows are taken."""
 
@@ -238,7 +240,7 @@ class DeviceFingerprints:
     def read(self) -> tuple[dict[int, NDArray[np.float64]], NDArray[np.uint64]]:
         """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`.
 
-        There are none of a row whose tensor was changed in place while it waited.
+        There are none of a row whose tensor was changed in place while it waited, and of those with `errors`.
         """
         self.end_pass()
         numbers = self._numbers[: self.used].cpu().numpy()
@@ -248,10 +250,18 @@ class DeviceFingerprints:
         """Begin anew."""
         self._pending.forget()
         self._found.clear()
+        self.errors.clear()
         self.used = 0
 
     def _find(self, notes: Sequence[tuple[Any, Tensor, int]]) -> None:
-        """Find the fingerprints of tensors as they are now, on the current stream."""
+        """Find the fingerprints of tensors as they are now, on the current stream; no error ends the run."""
+        try:
+            self._find_all(notes)
+            self._found.update(row for _, _, row in notes)
+        except Exception as error:  # at the end of a pass there is nobody but the run to catch it
+            self.errors.update((row, error) for _, _, row in notes)
+
+    def _find_all(self, notes: Sequence[tuple[Any, Tensor, int]]) -> None:
         by_type: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
         with torch.no_grad(), on_device(self._device):
             for _, tensor, row in notes:
@@ -276,7 +286,6 @@ class DeviceFingerprints:
                         self._give_up_programs(error)
                         for flat, count, row in some:
                             self._by_operators(flat.flatten()[:count], row)
-            self._found.update(row for _, _, row in notes)
 
     # -- by programs ---------------------------------------------------------------------------------------
 

@@ -253,6 +253,10 @@ class TraceRecorder:
             if one.on is not None:
                 rows, hashes = read[id(one.on)]
                 row = rows.get(one.row)
+                if one.row in one.on.errors:
+                    error = one.on.errors[one.row]
+                    self.tell(f"{one.place.words} was left out: {type(error).__name__}: {error}", is_left_out=True)
+                    continue
                 if row is None:
                     text = f"{one.place.words} was changed in place before it was read, which it was not at first"
                     self.tell(f"{text}; such records were left out, and it is read at once from then on")

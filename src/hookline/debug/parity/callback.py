@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from hookline.debug.parity.parity import parity
 from hookline.errors import OptionError
+from hookline.phases import in_phase
 
 __all__ = ["ParityCallback"]
 
@@ -56,7 +57,8 @@ class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not lo
         try:
             heat = getattr(self._trainer, "temperature", 1.0)
             options = {"tokenizer": others.get("processing_class"), "temperature": heat, **self._options}
-            found = parity(model, self._engine, self._sequences(kept), **options)
+            with in_phase("intervention"):  # its forwards are none of the step that is under way
+                found = parity(model, self._engine, self._sequences(kept), **options)
         except Exception as error:
             logger.warning("step %d: trainer and engine were not compared: %s", step, error)
             return

@@ -197,11 +197,12 @@ class StepMonitor:
         except BaseException:
             made.remove(quiet=True)
             raise
+        begun = list(self._begun)  # what is left of that pass, a backward say, is of the step under way too
         self._end_part()
         made._passes.during.load_state_dict(self._watch._passes.during.state_dict())
         self._watch.remove(quiet=True)
         made._passes.on_forward, made.on_forget = self._begin_forward, self._forget_step
-        self._watch, self._listeners, self._ordered_rows = made, listeners, {}
+        self._watch, self._listeners, self._begun, self._ordered_rows = made, listeners, begun, {}
         for each, of_each in zip(listeners, places, strict=True):
             each.places = of_each
 
@@ -220,7 +221,7 @@ class StepMonitor:
 
     def _begin_forward(self) -> None:
         """Begin a part with a forward that counts."""
-        if not _torch.capturing() and max(len(each.parts) for each in self._listeners) < _MOST_PARTS:
+        if not _torch.capturing() and min(len(each.parts) for each in self._listeners) < _MOST_PARTS:
             self._end_part()
         self._begun = self._begun or [self.label]
 
