@@ -194,14 +194,16 @@ class LiveHook(ErrorHandlingHook):
         """Return it as ``GET /hooks`` shows it, on every engine."""
         spec, factory = self.spec, self.spec.hook_factory
         is_path = factory is None or isinstance(factory, str)
-        same = ("id", "name", "origin", "fired", "last_step", "cost_us", "errors", "off", "last_error")
         return {
-            **{key: getattr(self, key) for key in same},
-            **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
+            "id": self.id,
+            "name": self.name,
             "hook_factory": factory or "" if is_path else f"{factory.__module__}:{hook_name(factory)}",
             "target_modules": list(spec.target_modules),
+            **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
             "config": _plain(spec.config),
             "matched": list(self.matched),
+            **{key: getattr(self, key) for key in ("origin", "fired", "last_step", "cost_us")},
+            **{key: getattr(self, key) for key in ("errors", "off", "last_error")},
         }
 
 
