@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.errors import HookSignatureError, OptionError
-from hookline.factories import ActivationDataset, export, export_activations, read_export, serving, train_probe
+from hookline.factories import (
+    ActivationDataset,
+    export,
+    export_activations,
+    export_files,
+    read_export,
+    serving,
+    train_probe,
+)
+from hookline.records.log import dumps
 from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
@@ -195,6 +205,35 @@ def test_what_has_run_until_an_error_is_kept(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         export_activations(Reader(), "layers.1", sequences(), folder=tmp_path, batch_size=1)
     assert len({record.request for record in read_export(tmp_path)}) == 16
+
+
+def test_an_interrupt_while_the_index_is_written_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has run is written once more after it."""
+    lines = 0
+
+    def interrupted(line: Any) -> bytes:
+        nonlocal lines
+        lines += 1
+        if lines == 3:
+            raise KeyboardInterrupt
+        return dumps(line)
+
+    monkeypatch.setattr(export_files, "dumps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+    assert len(items(tmp_path)) == TOKENS
+
+
+def test_a_model_as_a_whole_is_exported_once_too(tmp_path: Path) -> None:
+    def run() -> None:
+        export_activations(Reader(), lambda name, module: not name, SEQUENCES, folder=tmp_path)
+
+    run()
+    with pytest.raises(OptionError, match="Reader from an earlier call"):
+        run()
+    assert len(items(tmp_path, "Reader")) == TOKENS
 
 
 def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,7 @@ from helpers_serve import alone as greedy
 from helpers_serve import states_alone
 from helpers_waiting import PATIENCE
 
+from hookline.serve.http.engine_state import Serving
 from hookline.serve.load_model import load
 
 if TYPE_CHECKING:  # a second of import, which every process that collects tests would pay
@@ -160,3 +163,27 @@ def test_a_conversation_is_refused_with_the_reason(client: OpenAI, what: str) ->
     message = caught.value.body["message"]  # type: ignore[index]
     assert ("not done here; leave it out" in message) is (what in ("has tools", "wants JSON"))
     assert message.rstrip()
+
+
+def test_a_short_text_waits_for_no_long_ones() -> None:
+    """Texts of megabytes take seconds, and two at a time become tokens; who sends a word is not behind them."""
+    held = threading.Event()
+
+    def encode(text: str, **options: Any) -> list[int]:
+        if len(text) > 5:
+            held.wait(PATIENCE)
+        return [1]
+
+    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode))
+
+    async def ask() -> tuple[int, ...]:
+        serving = Serving(engine)
+        long = [asyncio.create_task(serving.tokens_of("x" * 20_000)) for _ in range(3)]
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(serving.tokens_of("hello"), 2)
+        finally:
+            held.set()
+            await asyncio.gather(*long)
+
+    assert asyncio.run(ask()) == (1,)

@@ -275,3 +275,11 @@ def test_a_signal_that_is_lost_while_the_model_loads_still_counts() -> None:
 
     assert Server(make, Settings(drain_s=7)).serve() is True
     assert done == [7]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+def test_all_addresses_of_the_machine_are_those_of_ipv4_too() -> None:
+    from hookline.serve.http.server import _bound
+
+    with _bound("::", 0) as listening, socket.create_connection(("127.0.0.1", listening.getsockname()[1]), PATIENCE):
+        pass

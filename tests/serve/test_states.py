@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -141,6 +142,21 @@ def test_the_room_of_states_is_taken_until_they_are_let_go(tiny) -> None:
     with pytest.raises(OptionError, match=r"can come to 2,816 bytes, .* have 2,560"):
         ask(engine, range(5, 11), both, max_tokens=6)
     until(lambda: engine.counts()["captured_bytes_reserved"] == 0)
+    engine.close()
+
+
+def test_an_answer_is_not_kept_once_it_was_given(tiny) -> None:
+    """Also where no other request comes: its states may be a gigabyte."""
+    engine = started(*tiny)
+    for hold in (False, True):
+        answer = Answer()
+        asked = GenerationRequest("a", (5, 6, 7), max_tokens=2, states=StatesWanted((LAYER,)))
+        ticket = engine.submit_all([asked], [answer], hold=hold)
+        states = weakref.ref(answer.wait().finished.states[LAYER].values)
+        ticket.release()
+        del answer, ticket
+        engine.between(lambda: None).result()  # the round in which it ended is over
+        assert states() is None
     engine.close()
 
 

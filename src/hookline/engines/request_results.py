@@ -49,6 +49,8 @@ class _Result:
     states: RequestStates | None = None
     hooks: PreparedHooks | None = None
     error: Exception | None = None
+    has_asked: bool = False
+    """Whether its client asked for something, and so will come for it; others are kept for their flags."""
     has_ended: bool = False
     hook_results: list[dict[str, Any]] = field(default_factory=list)
     flags: list[RequestFlag] = field(default_factory=list)
@@ -111,9 +113,10 @@ class RequestResults:
             place: Where it stands among the answers under one key.
         """
         self._kept.pop(name, None)
-        result = self._running[id] = _Result(id, name, prompt, not_computed, place, name)
+        has_asked = options is not None
+        result = self._running[id] = _Result(id, name, prompt, not_computed, place, name, has_asked=has_asked)
         try:
-            if options is not None:
+            if has_asked:
                 self._begin(result, options)
         except Exception as error:
             logger.warning("request %r: %s", name, error)
@@ -185,11 +188,18 @@ class RequestResults:
                 self._session.states.close(result.states)
 
     def _make_room(self) -> None:
-        """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest."""
+        """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest.
+
+        Flags that nobody asked for go first.
+        """
         if not self._is_too_much():
             return
-        for key in [key for key, results in self._kept.items() if all(result.has_ended for result in results)]:
-            logger.info("what was found for request %r was not taken, and is dropped", key)
+        ended = [key for key, results in self._kept.items() if all(result.has_ended for result in results)]
+        for key in sorted(ended, key=self._is_asked):
+            if self._is_asked(key):
+                logger.info("what was found for request %r was not taken, and is dropped", key)
+            elif len(self._kept) <= _MOST_KEPT:
+                continue  # it has no bytes
             del self._kept[key]
             if not self._is_too_much():
                 return
@@ -203,6 +213,9 @@ class RequestResults:
             )
             states.fail(OptionError(text))
             self._session.states.close(states)
+
+    def _is_asked(self, key: str) -> bool:
+        return any(result.has_asked for result in self._kept[key])
 
     def _is_too_much(self) -> bool:
         return len(self._kept) > _MOST_KEPT or self.nbytes > self._most_bytes

@@ -183,9 +183,9 @@ class Shards:
             replace_file(self._folder / name, lambda draft: save_file(tensors, draft))
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        with self._index.open("ab") as index:
-            for key, (_, line) in zip(keys, self._held, strict=True):
-                index.write(dumps({**line, "shard": name, "key": key}) + b"\n")
+        lines = [dumps({**line, "shard": name, "key": key}) for key, (_, line) in zip(keys, self._held, strict=True)]
+        with self._index.open("ab") as index:  # all at once: whoever is interrupted writes the file again
+            index.write(b"".join(line + b"\n" for line in lines))
         self._count += 1
         self.tensors += len(self._held)
         self.bytes += self.size

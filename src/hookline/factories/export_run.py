@@ -115,7 +115,8 @@ def export_activations(
     checked(f"{_NAME}: positions", positions, Positions)
     limit = float("inf") if max_bytes is None else checked(f"{_NAME}: max_bytes", max_bytes, int)
     options = ExportOptions(Path(folder), positions, inputs=inputs)  # type: ignore[arg-type]
-    _check_new(options.folder, [name + INPUT if inputs else name for name, _ in select(model, target)])
+    names = [name or type(module).__name__ for name, module in select(model, target)]  # as the export calls them
+    _check_new(options.folder, [name + INPUT if inputs else name for name in names])
     batch, ran, is_full, shards = _Batch(), 0, False, Shards(options.folder)
     try:
         with _attached(model, target, options, batch):

@@ -110,6 +110,10 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+def _ignore(event: Event) -> None:
+    """Take an event that nobody waits for."""
+
+
 class RequestRow:
     """A request that waits or runs; it alone knows how far its answer is, and how it ends."""
 
@@ -221,6 +225,7 @@ class RequestRow:
             self._tell(Finished(self.finished, states, *counts, stop=met, hooks=hooks, flags=flags))
         else:
             self._tell(Finished(self.finished, None, *counts, error=self.error))
+        self._on_event = _ignore  # whoever still has this row must not keep the answer, with its hidden states
 
     def _tell(self, event: Event) -> None:
         try:

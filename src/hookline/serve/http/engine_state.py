@@ -20,8 +20,12 @@ T = TypeVar("T")
 
 PATIENCE_S: Final = 60.0
 """How long a route waits for its turn between two forwards."""
-_TEXTS_AT_ONCE: Final = 2
-"""So many texts are turned into tokens at a time: one of 4 MB takes up to a gigabyte for that."""
+_LONG_TEXT: Final = 10_000
+"""Characters from which on a text is turned into tokens outside of the event loop: about 5 ms of it."""
+_MESSAGE: Final = 50
+"""Characters that take as long as the chat template takes for one message."""
+_LONG_AT_ONCE: Final = 2
+"""So many long texts are turned into tokens at a time: one of 4 MB takes up to a gigabyte for that."""
 
 
 class Serving:
@@ -34,7 +38,7 @@ class Serving:
         self.engine = engine
         self.is_draining = False
         self.started = int(time.time())
-        self._texts = asyncio.Semaphore(_TEXTS_AT_ONCE)
+        self._long_texts = asyncio.Semaphore(_LONG_AT_ONCE)
 
     @property
     def status(self) -> Literal["loading", "ready", "draining", "failed"]:
@@ -74,7 +78,7 @@ class Serving:
     async def tokens_of(self, text: str) -> tuple[int, ...]:
         """Return `text` in tokens, with those that the model's tokenizer adds before and after."""
         _check_text(text)
-        return await self._encoded(partial(self.tokenizer.encode, text))
+        return await self._encoded(partial(self.tokenizer.encode, text), len(text))
 
     async def tokens_of_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Return a conversation in tokens, as the model's chat template writes it, up to where the answer begins."""
@@ -87,11 +91,13 @@ class Serving:
             found: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
             return found
 
-        return await self._encoded(encode)
+        return await self._encoded(encode, sum(len(each["content"]) + _MESSAGE for each in messages))
 
-    async def _encoded(self, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]:
-        """Run `encode` in a thread: a text may be long, for which no other client should wait."""
-        async with self._texts:
+    async def _encoded(self, encode: Callable[[], Sequence[int]], size: int) -> tuple[int, ...]:
+        """Run `encode`, of so many characters; if they are many, in a thread: no other client should wait for it."""
+        if size < _LONG_TEXT:
+            return tuple(encode())
+        async with self._long_texts:
             return tuple(await asyncio.to_thread(encode))
 
     def word_of(self, id: int) -> str:

@@ -175,8 +175,9 @@ class _Stopped(BaseException):
 def _bound(host: str, port: int) -> socket.socket:
     """Return a bound socket; called before minutes go into loading a model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # at "::", IPv4 is answered too
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_both)
     except (OSError, OverflowError) as error:
         raise OptionError(
             f"Cannot listen at {host}:{port} ({error}). Give another --port; --port 0 takes one that is free."
