@@ -452,8 +452,8 @@ def test_steps_after_the_end_of_a_pass_are_together_one_epoch(is_fetched_at_once
         batches = list(loop.loader) if is_fetched_at_once else []
         for batch in batches or loop.loader:
             step(batch)
-        for batch in batches or [batch] * 5:
-            step(batch)
+        for again in batches or [batch] * 5:
+            step(again)
     ends = [epoch for name, epoch, _ in seen.places() if name == "POST_EPOCH"]
     assert ends == [0, 1]
 
