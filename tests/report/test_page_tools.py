@@ -297,6 +297,27 @@ def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: 
     assert _column(page, "val_acc") == ["0.8", "0.7", "–"]
 
 
+_LATE_EVENT = """addEventListener("hashchange", (event) => {
+    if (event.isTrusted) {
+        event.stopImmediatePropagation();
+        setTimeout(() => dispatchEvent(new HashChangeEvent("hashchange")), 500);
+    }
+})"""
+"""A browser under load: it tells the page of a pressed link when a choice has been written into the address."""
+
+
+@pytest.mark.slow
+def test_a_link_that_is_pressed_just_after_a_choice_is_followed(visit: Visit, compared: Path) -> None:
+    """The choice waits for a moment, and does not write over the address of the link; it is in the address later."""
+    opened = visit(compared)
+    opened.page.add_init_script(_LATE_EVENT)
+    page = opened.load()
+    page.click("#legend button >> nth=1")
+    page.locator("button[aria-label='Open train/loss']").press("Enter")
+    assert len(drawn(page, "#focus-plot")) == 2
+    until(page, "location.hash.includes('hide=1') && location.hash.includes('open=')")
+
+
 @pytest.mark.slow
 def test_the_legend_hides_a_run_in_all_curves(visit: Visit, compared: Path) -> None:
     """In cards and in the window of one metric; a second press shows it again. The table does the same."""

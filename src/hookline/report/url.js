@@ -2,7 +2,7 @@
 
 const asked = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : ""); // what the link asks for
 const FOCUS = ["open", "run", "step"]; // the metric in a window of its own; the other names are of choices
-let soonInUrl;
+let soonInUrl, seenInUrl = location.hash; // the address that the page wrote or followed last
 
 /** Everything that is not as it is at first, by name. */
 function chosenNow() {
@@ -41,14 +41,17 @@ function keepInUrl() {
 
 function writeUrl() {
   clearTimeout(soonInUrl);
+  if (location.hash !== seenInUrl) return; // a link was pressed just now: `followAddress` comes next
   const found = chosenNow();
   for (const [name, value] of Object.entries(state.open ?? {})) found.set(name, value);
   const hash = found.toString();
   if (location.hash.slice(1) !== hash) history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+  seenInUrl = location.hash;
 }
 
 /** The address was changed, by a link in the page or by the reader. */
 function followAddress() {
+  seenInUrl = location.hash;
   const wanted = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
   const focus = wanted.get("open");
   for (const name of FOCUS) wanted.delete(name);
