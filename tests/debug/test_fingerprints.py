@@ -76,8 +76,8 @@ def test_a_tensor_that_waits_is_read_as_it_was_or_not_at_all(monkeypatch: pytest
     known = [fingerprint_on_cpu(value).hash for value in values]
     device.add(place, values[0])
     device.end_pass()
-    assert device.note(place, values[1]) == 1
-    assert device.note(place, values[2]) == 2
+    assert device.add(place, values[1]) == 1
+    assert device.add(place, values[2]) == 2
     values[2].add_(1)
     device.end_pass()
     device.add(place, values[3])
@@ -92,7 +92,7 @@ def test_an_error_with_a_tensor_that_waited_does_not_end_the_pass(monkeypatch: p
     device, place = DeviceFingerprints(torch.device("cpu"), by_programs=True), WatchedPlace("layer", "output")
     device.add(place, torch.randn(5).double())
     device.end_pass()
-    assert device.note(place, torch.randn(5).double()) == 1
+    assert device.add(place, torch.randn(5).double()) == 1
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")

@@ -122,7 +122,7 @@ class OnDevice(TraceRecorder):
 
 def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypatch):
     """Also when the buffer on the device is full several times a step, and with tensors."""
-    monkeypatch.setattr("hookline.debug.compare.fingerprint._CAPACITY", 7)
+    monkeypatch.setattr("hookline.debug.compare.fingerprint.DeviceFingerprints.capacity", 7)
     for name in ("cpu", "device"):
         if name == "device":
             monkeypatch.setattr("hookline.debug.compare.trace.TraceRecorder", OnDevice)

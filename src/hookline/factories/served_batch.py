@@ -102,8 +102,9 @@ def running(inputs: Any) -> Tokens | None:
     """Return whose tokens the running forward has; None if nobody says."""
     tokens = current_tokens()
     if tokens is None and isinstance(inputs, tuple):
-        batch = next((each for each in inputs if hasattr(each, "forward_mode") and hasattr(each, "input_ids")), None)
-        tokens = None if batch is None else tokens_of_batch(batch)
+        for each in inputs:
+            if not isinstance(each, Tensor) and hasattr(each, "forward_mode") and hasattr(each, "input_ids"):
+                return tokens_of_batch(each)
     return tokens
 
 

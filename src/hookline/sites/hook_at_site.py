@@ -84,9 +84,7 @@ class _ThreadForward(threading.local):
         self.calls: dict[Any, int] = {}
 
     def calls_in(self, task: int) -> dict[Any, int]:
-        """Return the counts of this forward, or own counts for a backward pass ``task`` that repeats parts of it."""
-        if task == -1:
-            return self.calls
+        """Return the counts of a backward pass ``task`` that repeats parts of this forward."""
         if self._repeated[0] != task:
             self._repeated = (task, {})
         return self._repeated[1]
@@ -162,7 +160,8 @@ class ForwardCounter:
         Where parts of the model are called without it, its mode decides: gradients may be off for one part alone (a
         frozen one, or one that is checkpointed).
         """
-        current, training = self.here, self.training_now()
+        current, model = self.here, self.model()
+        training = model is None or model.training
         if current.training is training:
             return training, current.gradients
         return training, training or torch.is_grad_enabled()
@@ -182,7 +181,8 @@ class ForwardCounter:
         current = self.here
         if current.step == -1:
             self.find_stand_in()
-        calls = current.calls_in(_torch.graph_task_id())
+        task = _torch.graph_task_id()
+        calls = current.calls if task == -1 else current.calls_in(task)
         call = calls.get(key, 0)
         calls[key] = call + 1
         return current.step, call
@@ -370,8 +370,6 @@ class HookAtSite:
 
     def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
         """Run the hook with its options; ``args`` are those of its kind after the module."""
-        attachment = self.attachment
-        options = {}
-        if attachment.wants_site:
-            options["site"] = site if site is not None else self.site(module)
-        return self.hook(module, *args, **options)
+        if not self.attachment.wants_site:
+            return self.hook(module, *args)
+        return self.hook(module, *args, site=self.site(module) if site is None else site)

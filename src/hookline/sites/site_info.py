@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hookline.sites.kinds import Kind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, one takes 1.9 µs to make instead of 0.4, at every firing
 class Site:
     """A place where a hook sits, and the moment at which it fires.
 

@@ -171,8 +171,6 @@ def _as_real(flat: Tensor) -> Tensor:
 
 # -- other devices: no number comes to the host before it is asked for --------------------------------------------
 
-_CAPACITY: Final = 4096
-"""Fingerprints that a device holds before somebody has to read them."""
 _JOBS: Final = 256
 """How many tensors fit one launch."""
 _PROGRAM_ROWS: Final = 16
@@ -194,23 +192,22 @@ class DeviceFingerprints:
     operators do the same.
     """
 
+    capacity = 4096
+    """Fingerprints that a device holds before somebody has to read them."""
+
     def __init__(self, device: torch.device, *, by_programs: bool | None = None) -> None:
         self._device = device
         self._by_programs = is_available(device) if by_programs is None else by_programs
-        self._pending = PendingTensors(self._find, device)
-        self._numbers = torch.zeros(_CAPACITY, 5 + GROUPS, dtype=torch.float64, device=device)
-        self._hashes = torch.zeros(_CAPACITY, dtype=torch.int64, device=device)
+        self.pending = PendingTensors(self._find, device)
+        """The tensors whose rows are still to be found, each with the number of its row."""
+        self._numbers = torch.zeros(self.capacity, 5 + GROUPS, dtype=torch.float64, device=device)
+        self._hashes = torch.zeros(self.capacity, dtype=torch.int64, device=device)
         self._compiled: dict[Any, Any] = {}
         self._found: set[int] = set()
         self.errors: dict[int, Exception] = {}
         """Why rows have no fingerprint, where it is not that their tensor was changed."""
         self.used = 0
-        """How many rows are taken."""
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether the rows have to be read before another is added."""
-        return self.used == _CAPACITY
+        """How many rows are taken; at `capacity` they have to be read before another is."""
 
     def add(self, place: Any, tensor: Tensor) -> int:
         """Find the fingerprint of a dense tensor, now or later; return the number of its row.
@@ -220,22 +217,14 @@ class DeviceFingerprints:
         row = self.used
         self.used += 1
         if self._by_programs:
-            self._pending.take(place, tensor, row)
+            self.pending.take(place, tensor, row)
         else:
             self._find([(place, tensor, row)])
         return row
 
-    def note(self, place: Any, tensor: Tensor) -> int | None:
-        """Do as `add`, in the common case alone: the tensor can wait, and there is a row; None if it is another."""
-        row = self.used
-        if row == _CAPACITY or not self._pending.note(place, tensor, row):
-            return None
-        self.used += 1
-        return row
-
     def end_pass(self) -> None:
         """Find those of all tensors that wait: a forward or backward pass is over."""
-        self._pending.flush()
+        self.pending.flush()
 
     def read(self) -> tuple[dict[int, NDArray[np.float64]], NDArray[np.uint64]]:
         """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`.
@@ -248,7 +237,7 @@ class DeviceFingerprints:
 
     def forget(self) -> None:
         """Begin anew."""
-        self._pending.forget()
+        self.pending.forget()
         self._found.clear()
         self.errors.clear()
         self.used = 0

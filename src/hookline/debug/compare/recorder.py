@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,11 +41,8 @@ _FOR_TENSORS: Final = 0.9
 """The share of the budget that tensors may take, so that fingerprints go on after them."""
 
 
-class TraceMoment(NamedTuple):
-    """When something passed a site."""
-
-    step: int
-    call: int
+TraceMoment: TypeAlias = tuple[int, int]
+"""When something passed a site: the step, and the number of the call in it."""
 
 
 class _Place:
@@ -63,23 +60,16 @@ class _Place:
         self.silent = ""
 
 
-class _PendingRecord(NamedTuple):
-    place: _Place
-    moment: TraceMoment
-    rows: int | None
-    tensor: int | None
-    """The number among the tensors that wait."""
-    found: FoundNumbers | None
-    """None while it is on a device."""
-    on: DeviceFingerprints | None
-    row: int
+_Pending: TypeAlias = "tuple[_Place, TraceMoment, int | None, int | None, FoundNumbers | DeviceFingerprints, int]"
+"""Place, moment, number of the rows, number among the tensors that wait, and the fingerprint, or the device that has it
+in that row. A class of Python's takes longer to make than most of what `TraceRecorder.take` does."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     """What the next batch will hold."""
 
-    records: list[_PendingRecord] = field(default_factory=list)
+    records: list[_Pending] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     bytes: int = 0
 
@@ -124,6 +114,8 @@ class TraceRecorder:
         self._process = os.getpid()
         self._told: set[str] = set()
         self._flushed = time.monotonic()
+        self._is_over = False
+        """Whether nothing is taken any more: the budget is spent, the files are closed, or the process is a fork."""
         self.records = 0
         """How many records were taken."""
 
@@ -140,24 +132,23 @@ class TraceRecorder:
         self, site: str, kind: str, leaf: str, tensor: Tensor, moment: TraceMoment, rows: RowTable | None = None
     ) -> None:
         """Add one record; whatever goes wrong with it is noted and does not end the run."""
-        if not self._writer.is_open or os.getpid() != self._process:  # a forked worker has no files of its own
-            return
-        if self._is_spent:
-            self.tell(
-                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from step "
-                f"{moment.step}, {_in_words(site, kind, leaf)}, on was left out. Give a larger budget=",
-                is_left_out=True,
-            )
+        if self._is_over:
+            self._tell_spent(f"step {moment[0]}, {_in_words(site, kind, leaf)}")
             return
         try:
             with self._lock:
                 number = None if rows is None else self._writer.number(rows)
                 place = self._places.get((site, kind, leaf, tensor.shape, tensor.dtype, None))
                 if place is not None and place.deferred is not None and place.on is not None:
-                    row = place.on.note(place, tensor)
-                    if row is not None:
-                        self._append(_PendingRecord(place, moment, number, None, None, place.on, row))
+                    on = place.on
+                    if on.used < on.capacity and on.pending.note(place, tensor, on.used):
+                        self._waiting.records.append((place, moment, number, None, on, on.used))
+                        on.used += 1
+                        self.records += 1
                         return
+                if os.getpid() != self._process:  # a forked worker has no files of its own
+                    self._is_over = True
+                    return
                 local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
                 if local is None:
                     text = f"{_in_words(site, kind, leaf)}: {_unreadable(tensor)} was left out"
@@ -169,9 +160,19 @@ class TraceRecorder:
             text = f"{_in_words(site, kind, leaf)} was left out: {type(error).__name__}: {error}"
             self.tell(text, is_left_out=True)
 
+    def _tell_spent(self, where: str) -> None:
+        """Say that the budget is why nothing is taken any more."""
+        if self._is_spent and self._writer.is_open and os.getpid() == self._process:
+            self.tell(
+                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from {where}, on was "
+                "left out. Give a larger budget=",
+                is_left_out=True,
+            )
+
     def _add(self, place: _Place, local: Tensor, moment: TraceMoment, rows: int | None, site: str) -> None:
         is_stored = self._wanted.has(site)
-        found, on, row = None, None, 0
+        row = 0
+        found: FoundNumbers | DeviceFingerprints
         if local.device.type == "cpu":
             # Of the very tensor that came before too: .data may have written to it without a new version.
             found = fingerprint_on_cpu(local)
@@ -179,16 +180,13 @@ class TraceRecorder:
             on = self._on_devices.get(local.device)
             if on is None:
                 on = self._on_devices[local.device] = DeviceFingerprints(local.device)
-            if on.is_full:
+            if on.used == on.capacity:
                 self.flush()
-            row = on.add(place, local)
+            found, row = on, on.add(place, local)
             place.on = None if is_stored else on
         stored = self._store(local) if is_stored else None
-        self._append(_PendingRecord(place, moment, rows, stored, found, on, row))
-
-    def _append(self, record: _PendingRecord) -> None:
         waiting = self._waiting
-        waiting.records.append(record)
+        waiting.records.append((place, moment, rows, stored, found, row))
         self.records += 1
         if len(waiting.records) >= _MOST_RECORDS or waiting.bytes >= _MOST_BYTES:
             self.flush()
@@ -240,30 +238,29 @@ class TraceRecorder:
                 except Exception as error:  # not Ctrl-C: after it, all waits still
                     self._fail(error)
             self._waiting = _Waiting()
+            self._is_over = self._is_spent or not self._writer.is_open
             for there in self._on_devices.values():
                 there.forget()
 
-    def _on_host(self, records: list[_PendingRecord]) -> list[TraceRecord]:
+    def _on_host(self, records: list[_Pending]) -> list[TraceRecord]:
         """Return records with the numbers of their fingerprints, but for those whose tensors have changed first."""
         with torch.no_grad():
             read = {id(there): there.read() for there in self._on_devices.values() if there.used}
         found = []
-        for one in records:
-            numbers = one.found
-            if one.on is not None:
-                rows, hashes = read[id(one.on)]
-                row = rows.get(one.row)
-                if one.row in one.on.errors:
-                    error = one.on.errors[one.row]
-                    self.tell(f"{one.place.words} was left out: {type(error).__name__}: {error}", is_left_out=True)
+        for place, moment, rows, tensor, numbers, row in records:
+            if isinstance(numbers, DeviceFingerprints):
+                by_row, hashes = read[id(numbers)]
+                if row in numbers.errors:
+                    error = numbers.errors[row]
+                    self.tell(f"{place.words} was left out: {type(error).__name__}: {error}", is_left_out=True)
                     continue
-                if row is None:
-                    text = f"{one.place.words} was changed in place before it was read, which it was not at first"
+                if row not in by_row:
+                    text = f"{place.words} was changed in place before it was read, which it was not at first"
                     self.tell(f"{text}; such records were left out, and it is read at once from then on")
                     continue
-                numbers = FoundNumbers(tuple(row[:5]), int(hashes[one.row]), row[5:])
-            assert numbers is not None
-            found.append(TraceRecord(one.place.number, *one.moment, one.rows, one.tensor, numbers))
+                values = by_row[row]
+                numbers = FoundNumbers(tuple(values[:5]), int(hashes[row]), values[5:])
+            found.append(TraceRecord(place.number, *moment, rows, tensor, numbers))
         return found
 
     def end_pass(self) -> None:
@@ -273,6 +270,7 @@ class TraceRecorder:
 
     def _fail(self, error: Exception) -> None:
         """End the trace, and not the run; whoever reads it finds that it was not closed."""
+        self._is_over = True
         self._writer.close(is_complete=False)
         self.warn(
             f"Trace in {self._writer.folder}: it ends early, and the rest was left out: it could not be written "
@@ -306,6 +304,7 @@ class TraceRecorder:
             if os.getpid() != self._process or not self._writer.is_open:
                 return
             self.flush()
+            self._is_over = True
             for each in self._wanted.unused if self._wanted.known else ():
                 near = ", ".join(repr(name or "(model)") for name in nearest_names(each, [*self._wanted.known]))
                 self.warn(f"tensors={each!r}: no site that was traced has such a name, so no tensor is stored for it; "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.recorder import TraceMoment, TraceRecorder
+from hookline.debug.compare.recorder import TraceRecorder
 from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.trace import bytes_of_budget, rows_of
 from hookline.debug.compare.trace_files import TraceWriter
@@ -140,7 +140,7 @@ class TraceOutputs(Observer):
         rows = rows_of(inputs)
         if step % self._every or not self._is_asked_for(rows):
             return
-        moment = TraceMoment(step, call)
+        moment = step, call
         for leaf, tensor in leaves(output):
             if isinstance(tensor, Tensor):
                 self._recorder.take(name, "output", leaf, tensor, moment, rows)

@@ -289,7 +289,8 @@ class _StepNumbers:
         self.paused = 0
         """How many ``paused()`` blocks are open."""
         self._calls: dict[str, int] = {}
-        self._forwards: dict[int, _ForwardNumbers] = {}
+        self.forwards: dict[int, _ForwardNumbers] = {}
+        """The last forwards, by the step of their sites."""
 
     @property
     def step(self) -> int:
@@ -307,29 +308,26 @@ class _StepNumbers:
             self._next += 1
             self._calls.clear()
 
-    def knows(self, site: Site) -> bool:
-        """Return whether the forward of a call has begun, and is not forgotten."""
-        return site.step in self._forwards
-
     def begin_forward(self, site: Site) -> None:
         """Begin the forward of a call; one that is paused is no step."""
         if self.by_forward:
             self.advance()
-        self._forwards[site.step] = _ForwardNumbers(self.step, self.is_due, dict(self._calls))
-        if len(self._forwards) > _KEPT:
-            del self._forwards[next(iter(self._forwards))]
+        self.forwards[site.step] = _ForwardNumbers(self.step, self.is_due, dict(self._calls))
+        if len(self.forwards) > _KEPT:
+            del self.forwards[next(iter(self.forwards))]
 
     def moment(self, site: Site) -> TraceMoment | None:
         """Return when a call is, or was; None if it is not traced."""
-        forward = self._forwards.get(site.step)
+        forward = self.forwards.get(site.step)
         if forward is None or not forward.is_due or self.paused:
             return None
-        return TraceMoment(forward.step, forward.before.get(site.name, 0) + site.call)
+        return forward.step, forward.before.get(site.name, 0) + site.call
 
-    def count(self, site: Site, moment: TraceMoment) -> None:
-        """Count a call, for the forwards of this step that come after it."""
-        if moment.step == self.step:
-            self._calls[site.name] = max(self._calls.get(site.name, 0), moment.call + 1)
+    def count(self, name: str, moment: TraceMoment) -> None:
+        """Count a call of a site, for the forwards of this step that come after it."""
+        step, call = moment
+        if step == max(self._next - 1, 0) and self._calls.get(name, 0) <= call:
+            self._calls[name] = call + 1
 
 
 class _TracedParameter:
@@ -358,6 +356,7 @@ class _TraceHooks:
         self._model = model
         self._recorder = recorder
         self._kinds = frozenset(kinds)
+        self._takes_outputs = "output" in kinds
         self._parameters = [_TracedParameter(item) for item in parameters]
         self.numbers = numbers
         self.rows: RowTable | None = None
@@ -391,8 +390,8 @@ class _TraceHooks:
         moment = self._entered(site)
         if moment is None:
             return
-        self.numbers.count(site, moment)
-        if "output" in self._kinds:
+        self.numbers.count(site.name, moment)
+        if self._takes_outputs:
             self._take_leaves(site.name, "output", output, moment, self.rows or rows_of(args))
             if not site.name:
                 self._recorder.end_pass() if site.gradients else self._recorder.end_part()  # nothing else comes of it
@@ -413,7 +412,7 @@ class _TraceHooks:
         """
         if site.recompute:
             return None
-        if not self.numbers.knows(site):
+        if site.step not in self.numbers.forwards:
             self._recorder.end_part()
             self.numbers.begin_forward(site)
         return self.numbers.moment(site)
@@ -427,7 +426,7 @@ class _TraceHooks:
         self._take_grads(site, "input_grad", grad_input, site.inputs)
 
     def _take_grads(self, site: Site, kind: str, grads: Any, names: tuple[str, ...]) -> None:
-        if not self.numbers.knows(site):
+        if site.step not in self.numbers.forwards:
             text = f"Gradients of forwards before the last {_KEPT} were left out: their steps are forgotten"
             self._recorder.tell(text, is_left_out=True)
         moment = self.numbers.moment(site)
@@ -435,11 +434,13 @@ class _TraceHooks:
             return
         for index, grad in enumerate(grads):
             if isinstance(grad, Tensor):
-                leaf = names[index] if index < len(names) else str(index)
-                self._recorder.take(site.name, kind, leaf, grad, moment)
+                self._recorder.take(site.name, kind, names[index] if index < len(names) else str(index), grad, moment)
 
     def _take_leaves(self, name: str, kind: str, value: Any, moment: TraceMoment, rows: RowTable | None) -> None:
-        for leaf, tensor in (("", value),) if isinstance(value, Tensor) else leaves(value):
+        if isinstance(value, Tensor):
+            self._recorder.take(name, kind, "", value, moment, rows)
+            return
+        for leaf, tensor in leaves(value):
             if isinstance(tensor, Tensor):
                 self._recorder.take(name, kind, leaf, tensor, moment, rows)
 
@@ -451,7 +452,7 @@ class _TraceHooks:
             for each in self._parameters:
                 value = each.current()
                 if value is not None:
-                    self._recorder.take(each.name, "parameter", "", value, TraceMoment(self.numbers.step, 0))
+                    self._recorder.take(each.name, "parameter", "", value, (self.numbers.step, 0))
 
     def read_gradients(self, of: Any = None) -> None:
         """Take the gradients of parameters as they are now.
@@ -470,7 +471,7 @@ class _TraceHooks:
             value = each.current()
             is_read = of is None or owners.get(id(value), self.optimizers[-1]) is of
             if is_read and value is not None and value.grad is not None:
-                self._recorder.take(each.name, "param_grad", "", value.grad, TraceMoment(self.numbers.step, 0))
+                self._recorder.take(each.name, "param_grad", "", value.grad, (self.numbers.step, 0))
 
     def begin_pass(self, module: nn.Module, grads: Any) -> None:
         """Have gradients of parameters read at the end of a backward pass, when they are as final as they get."""

@@ -95,10 +95,11 @@ class PendingTensors:
         if not (self._stays.get(place) and self.note(place, tensor, scale)):
             self._take_at_once(place, tensor, scale)
 
-    def note(self, place: WatchedPlace, tensor: Any, scale: Any = None, task: int | None = None) -> bool:
+    def note(self, place: Any, tensor: Any, scale: Any = None, task: int | None = None) -> bool:
         """Keep a tensor for later; return False if that cannot be done.
 
-        ``task`` is the backward pass that is running, if that is known.
+        ``place`` is a `WatchedPlace`, or what a trace has in its stead; ``task`` is the backward pass that is running,
+        if that is known.
 
         One function without helpers: a call costs a microsecond here, where nothing is in the CPU's cache. What can be
         asked of the tensor later is asked when it is reduced.
@@ -118,12 +119,13 @@ class PendingTensors:
             version = tensor._version
         except RuntimeError:  # of inference mode, which keeps none
             return False
-        self._notes.append((stream, place, tensor, scale, version, 0 if scale is None else _version_of(scale)))
+        scale_version = _version_of(scale) if isinstance(scale, Tensor) else 0
+        self._notes.append((stream, place, tensor, scale, version, scale_version))
         # A view holds all that it is a view of; to ask for that takes four times as long.
         self._bytes += tensor.nbytes if tensor._base is None else tensor.untyped_storage().nbytes()
         if self._bytes > self._limit:
             self.reduce_noted()
-        elif task != self._task or task is None:
+        elif (_torch.graph_task_id() if task is None else task) != self._task:
             self._await_end()
         return True
 
@@ -146,7 +148,7 @@ class PendingTensors:
         with suppress(IndexError):
             while True:
                 stream, place, tensor, scale, version, scale_version = pop()
-                if tensor._version != version or (scale is not None and _version_of(scale) != scale_version):
+                if tensor._version != version or (isinstance(scale, Tensor) and _version_of(scale) != scale_version):
                     self._lose(place)
                 elif stream in by_stream:
                     by_stream[stream].append((place, tensor, scale))
@@ -210,8 +212,8 @@ def _without_numbers(tensor: Tensor) -> Tensor:
     return counter
 
 
-def _version_of(scale: Any) -> int:
-    return scale._version if isinstance(scale, Tensor) and not scale.is_inference() else 0
+def _version_of(scale: Tensor) -> int:
+    return 0 if scale.is_inference() else scale._version
 
 
 # -- streams of a device -------------------------------------------------------------------------------------

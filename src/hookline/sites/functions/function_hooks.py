@@ -43,7 +43,7 @@ class FunctionHooks(GradientHooks):
         by_kind = [tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS]
         self._forward_pre, self._forward, backward_pre, backward = by_kind
         self.set_gradient_hooks(backward_pre, backward)
-        self.tells_sites = False  # the call itself says what they ask
+        self.told = ()  # the call itself says what they ask
         self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:

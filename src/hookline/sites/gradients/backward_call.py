@@ -35,6 +35,8 @@ USE_INPUT_ONCE: Final = frozenset(
 
 Began: TypeAlias = tuple[int, int, int]
 """How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+Moments: TypeAlias = "dict[ForwardCounter, tuple[int, int]]"
+"""Step and number of one call, by the model whose forwards are counted."""
 thread: Final[Callable[[], int]] = get_ident
 """Return the number of this thread."""
 
@@ -50,13 +52,17 @@ class OutputCall:
         self.order = max(entry.attachment.order for entry in entries)
         """When the last of them came; it takes part in calls that began later."""
 
-    def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
-        """Fire with the gradient of the output of ``module``; return it."""
+    def take_output(self, place: tuple[Any, Moments], grad: Tensor | None) -> Tensor | None:
+        """Fire with the gradient of an output; return it. ``place`` is the module, with the moments of its call."""
+        module, moments = place
         for entry in self.entries:
             if not entry.attachment.removed:
                 entry.fired += 1
                 entry.last_step = entry.counter.step
-                entry.hook(module, (grad,))
+                if entry.simple:
+                    entry.hook(module, (grad,))
+                else:
+                    entry.hook(module, (grad,), site=gradient_site(entry, module, moments))
         return grad
 
 
@@ -71,6 +77,8 @@ def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> 
         return False
     node = output.grad_fn
     if node is None:
+        if not output.requires_grad:
+            hooks.gradient_moments()  # it is one of the calls
         return not output.requires_grad
     shape = None
     if output._base is not None:
@@ -80,8 +88,21 @@ def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> 
         node = output.grad_fn
     if not _torch.is_own_output(node, began[2], module):
         return False
-    _torch.only_hook(output, node, Tap).append((call, module, shape))
+    _torch.only_hook(output, node, Tap).append((call, (module, hooks.gradient_moments()), shape))
     return True
+
+
+def gradient_site(
+    entry: HookAtSite,
+    module: Any,
+    moments: Moments,
+    inputs: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = ("",),
+) -> Site:
+    """Return the site of a gradient hook that fires for a call of a module."""
+    step, call = moments.get(entry.counter, (-1, 0))
+    counter = entry.counter
+    return Site(entry.name, module, entry.attachment.kind, call, step, False, inputs, outputs, counter.training_now())
 
 
 class GradientHooks(HookContainer):
@@ -103,8 +124,8 @@ class GradientHooks(HookContainer):
     """What fires them then; made by the first call."""
     uses_input_once = False
     """Whether the module is one of `USE_INPUT_ONCE`."""
-    tells_sites = False
-    """Whether a hook declares ``site``."""
+    told: tuple[ForwardCounter, ...] = ()
+    """The models whose hooks declare ``site``."""
     plan = ""
     """The same in letters, for calls that are compiled (`plan_of`)."""
     entered = -1
@@ -123,18 +144,22 @@ class GradientHooks(HookContainer):
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
         self.watches_inputs = bool(post)
-        self.observes_outputs = bool(pre) and not post and all(entry.simple and not _edits(entry) for entry in pre)
+        self.observes_outputs = bool(pre) and not post and not any(map(_edits_or_asks, pre))
         self.output_call = None
-        self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
+        self.told = tuple({entry.counter for entry in (*pre, *post) if entry.attachment.wants_site})
 
-    def gradient_moments(self) -> dict[ForwardCounter, tuple[int, int]]:
-        """Return step and call number of the call that begins now, for each model whose hooks declare ``site``."""
-        entries = (*self.backward_pre, *self.backward)
-        return {counter: counter.moment(self) for counter in {e.counter for e in entries if e.attachment.wants_site}}
+    def gradient_moments(self) -> Moments:
+        """Count a call; return its step and number, for each model whose hooks declare ``site``."""
+        return {counter: counter.moment(self) for counter in self.told}
 
 
 def _edits(entry: HookAtSite) -> bool:
     return entry.attachment.order_group is _EDIT
+
+
+def _edits_or_asks(entry: HookAtSite) -> bool:
+    """Return whether a hook edits, or fires for one context alone."""
+    return _edits(entry) or entry.attachment.context is not None
 
 
 def _may_edit(entry: HookAtSite) -> bool:
@@ -171,7 +196,7 @@ class BackwardCall:
         self.order = order
         """When the call began, as `next_order` counts."""
         self._contexts = open_contexts()  # autograd may run in a thread of its own
-        if hooks.tells_sites:
+        if hooks.told:
             self._moments = hooks.gradient_moments()
 
     # -- gradients of outputs ------------------------------------------------------------------------------
@@ -340,10 +365,7 @@ class BackwardCall:
             fn = fn.seen_from(entry.counter)
             owner: Any = fn.owner
             return Site(fn.name, owner, kind, fn.call, fn.step)
-        step, call = self._moments.get(entry.counter, (-1, 0))
-        names = self._input_names, self._output_names
-        mode = entry.counter.training_now()
-        return Site(entry.name, self._module, kind, call, step, False, *names, mode)
+        return gradient_site(entry, fn, self._moments, self._input_names, self._output_names)
 
 
 class _EndOfBackward:

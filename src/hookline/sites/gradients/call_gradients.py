@@ -141,7 +141,7 @@ class GradientCall(BackwardCall):
         hooks = self._hooks
         found = tensors(args, kwargs)
         self._num_inputs = len(found)
-        if hooks.tells_sites:
+        if hooks.told:
             self._input_names = names(args, kwargs)
         members = distinct(found)
         gated = [member for member in members if takes_views(member[1])] if hooks.edits_gradients else []
@@ -252,7 +252,7 @@ class GradientCall(BackwardCall):
         if not members:
             return output
         self._num_outputs = len(found)
-        if self._hooks.tells_sites:
+        if self._hooks.told:
             self._output_names = names(args, kwargs)
         inside = self._watch_inside(members, state)
         if len(members) > 1 and (self._hooks.edits_outputs or state.index_of(members[0][1]) >= 0):

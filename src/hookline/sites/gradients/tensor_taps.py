@@ -141,7 +141,7 @@ def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
 Call: TypeAlias = Any
 """A `BackwardCall`, which is above this file."""
 _Output: TypeAlias = tuple[Any, Any, torch.Size | None]
-"""A `BackwardCall` and the tensor's place there, or an `OutputCall` and the module; the shape there, if not its own."""
+"""A `BackwardCall` or `OutputCall`, the tensor's place there, and its shape there, if not its own."""
 
 
 class Tap(list[_Output]):

@@ -278,12 +278,10 @@ def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwa
 
 def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Run one forward hook; return what it returns."""
-    if entry.simple:
-        entry.count()
-        return entry.hook(module, args, output)
-    if not entry.is_due():
+    if not (entry.simple or entry.is_due()):
         return None
-    entry.count()
+    entry.fired += 1
+    entry.last_step = entry.counter.step
     options = entry.attachment.options
     if options.always_call and entry.container.guard is not None:
         entry.container.guard.note_ran(entry)
