@@ -27,7 +27,7 @@ for _ in range(2):  # at once, and then all together
         device.add(place, value)
     device.end_pass()
 found, marks = device.read()
-for value, row, mark in zip(2 * values, found.values(), marks, strict=True):
+for value, row, mark in zip(2 * values, found, marks, strict=True):
     numbers, known = torch.from_numpy(row), fingerprint_on_cpu(value)
     assert int(mark) == known.hash, (value.shape, int(mark), known.hash)
     norm = known.numbers[1]

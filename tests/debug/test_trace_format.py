@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hookline.debug import Fingerprint, MeshPlacement, RowKey, read_trace
-from hookline.debug.compare.fingerprint import FoundNumbers
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.trace_files import TracePlace, TraceRecord, TraceWriter
+from hookline.debug.compare.trace_files import TracePlace, TraceWriter
 from hookline.errors import TraceError
 
 HEAD = {"model": "Net", "ranks": 1}
@@ -25,16 +24,17 @@ def batch_of(writer: TraceWriter, sites: list[str], step: int = 0, tensors: Sequ
     """Write one record for each of ``sites``, with numbers that tell them apart."""
     writer.add_records(
         [
-            TraceRecord(
+            (
                 writer.number(TracePlace(site, "output", "", (2, 2, 3), "float32", LAID)),
                 step,
                 call,
                 writer.number(ROWS),
                 0 if tensors and call == 0 else None,
-                FoundNumbers(tuple(5.0 * call + n for n in range(5)), 2**64 - 1 - call, np.arange(2.0) + 2 * call),
             )
             for call, site in enumerate(sites)
         ],
+        np.array([[*(5.0 * call + np.arange(5)), *(2.0 * call + np.arange(2))] for call in range(len(sites))]),
+        np.array([2**64 - 1 - call for call in range(len(sites))], np.uint64),
         tensors,
     )
 
@@ -78,8 +78,8 @@ def test_hashes_keep_all_bits_in_a_batch_with_small_and_large_ones(tmp_path):
     hashes = [2**63 - 1, 2**63 + 1, 1, 2**64 - 1]
     writer = TraceWriter(tmp_path, 0, HEAD)
     place = writer.number(TracePlace("a", "output", "", (2,), "float32"))
-    found = [FoundNumbers((0.0,) * 5, one, np.zeros(2)) for one in hashes]
-    writer.add_records([TraceRecord(place, 0, call, None, None, one) for call, one in enumerate(found)], [])
+    records = [(place, 0, call, None, None) for call in range(4)]
+    writer.add_records(records, np.zeros((4, 7)), np.array(hashes, np.uint64), [])
     writer.close()
     assert [each.fingerprint.hash for each in read_trace(tmp_path).records] == hashes
 

@@ -203,7 +203,8 @@ class DeviceFingerprints:
         self._numbers = torch.zeros(self.capacity, 5 + GROUPS, dtype=torch.float64, device=device)
         self._hashes = torch.zeros(self.capacity, dtype=torch.int64, device=device)
         self._compiled: dict[Any, Any] = {}
-        self._found: set[int] = set()
+        self.found: set[int] = set()
+        """The rows that have a fingerprint; all but those whose tensor was changed first, and those with `errors`."""
         self.errors: dict[int, Exception] = {}
         """Why rows have no fingerprint, where it is not that their tensor was changed."""
         self.used = 0
@@ -226,19 +227,18 @@ class DeviceFingerprints:
         """Find those of all tensors that wait: a forward or backward pass is over."""
         self.pending.flush()
 
-    def read(self) -> tuple[dict[int, NDArray[np.float64]], NDArray[np.uint64]]:
-        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`.
+    def read(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes by row, which stay until `forget`.
 
-        There are none of a row whose tensor was changed in place while it waited, and of those with `errors`.
+        Those of rows that are not `found` mean nothing.
         """
         self.end_pass()
-        numbers = self._numbers[: self.used].cpu().numpy()
-        return {row: numbers[row] for row in self._found}, self._hashes[: self.used].cpu().numpy().view(np.uint64)
+        return self._numbers[: self.used].cpu().numpy(), self._hashes[: self.used].cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:
         """Begin anew."""
         self.pending.forget()
-        self._found.clear()
+        self.found.clear()
         self.errors.clear()
         self.used = 0
 
@@ -246,7 +246,7 @@ class DeviceFingerprints:
         """Find the fingerprints of tensors as they are now, on the current stream; no error ends the run."""
         try:
             self._find_all(notes)
-            self._found.update(row for _, _, row in notes)
+            self.found.update(row for _, _, row in notes)
         except Exception as error:  # at the end of a pass there is nobody but the run to catch it
             self.errors.update((row, error) for _, _, row in notes)
 

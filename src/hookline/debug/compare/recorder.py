@@ -13,10 +13,12 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.debug.compare.fingerprint import DeviceFingerprints, FoundNumbers, fingerprint_on_cpu
+from hookline.debug.compare.fingerprint import GROUPS, DeviceFingerprints, FoundNumbers, fingerprint_on_cpu
 from hookline.debug.compare.key import MeshPlacement
 from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.trace_files import TracePlace, TraceRecord, TraceWriter
@@ -234,7 +236,7 @@ class TraceRecorder:
             waiting = self._waiting
             if waiting.records and self._writer.is_open and os.getpid() == self._process:
                 try:
-                    self._writer.add_records(self._on_host(waiting.records), waiting.tensors)
+                    self._writer.add_records(*self._on_host(waiting.records), waiting.tensors)
                 except Exception as error:  # not Ctrl-C: after it, all waits still
                     self._fail(error)
             self._waiting = _Waiting()
@@ -242,26 +244,32 @@ class TraceRecorder:
             for there in self._on_devices.values():
                 there.forget()
 
-    def _on_host(self, records: list[_Pending]) -> list[TraceRecord]:
-        """Return records with the numbers of their fingerprints, but for those whose tensors have changed first."""
+    def _on_host(self, pending: list[_Pending]) -> tuple[list[TraceRecord], NDArray[np.float64], NDArray[np.uint64]]:
+        """Return records, the numbers of their fingerprints and hashes, but for those whose tensors changed first."""
         with torch.no_grad():
-            read = {id(there): there.read() for there in self._on_devices.values() if there.used}
-        found = []
-        for place, moment, rows, tensor, numbers, row in records:
-            if isinstance(numbers, DeviceFingerprints):
-                by_row, hashes = read[id(numbers)]
-                if row in numbers.errors:
-                    error = numbers.errors[row]
-                    self.tell(f"{place.words} was left out: {type(error).__name__}: {error}", is_left_out=True)
-                    continue
-                if row not in by_row:
-                    text = f"{place.words} was changed in place before it was read, which it was not at first"
-                    self.tell(f"{text}; such records were left out, and it is read at once from then on")
-                    continue
-                values = by_row[row]
-                numbers = FoundNumbers(tuple(values[:5]), int(hashes[row]), values[5:])
-            found.append(TraceRecord(place.number, *moment, rows, tensor, numbers))
-        return found
+            read = {there: there.read() for there in self._on_devices.values() if there.used}
+        known = [one for one in pending if isinstance(one[4], FoundNumbers) or self._is_found(one[0], one[4], one[5])]
+        numbers, hashes = np.empty((len(known), 5 + GROUPS)), np.empty(len(known), np.uint64)
+        for there, (of_rows, hashes_of_rows) in read.items():
+            mine = [index for index, one in enumerate(known) if one[4] is there]
+            rows = [known[index][5] for index in mine]
+            numbers[mine], hashes[mine] = of_rows[rows], hashes_of_rows[rows]
+        for index, (*_, found, _) in enumerate(known):
+            if isinstance(found, FoundNumbers):
+                numbers[index], hashes[index] = (*found.numbers, *found.sketch), found.hash
+        return [(place.number, *moment, rows, tensor) for place, moment, rows, tensor, *_ in known], numbers, hashes
+
+    def _is_found(self, place: _Place, on: DeviceFingerprints, row: int) -> bool:
+        """Return whether a row on a device has a fingerprint; say once why it has none."""
+        if row in on.found:
+            return True
+        if row in on.errors:
+            error = on.errors[row]
+            self.tell(f"{place.words} was left out: {type(error).__name__}: {error}", is_left_out=True)
+        else:
+            text = f"{place.words} was changed in place before it was read, which it was not at first"
+            self.tell(f"{text}; such records were left out, and it is read at once from then on")
+        return False
 
     def end_pass(self) -> None:
         """Find the fingerprints of tensors that wait on a device: a forward is over."""

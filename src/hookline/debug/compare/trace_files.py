@@ -23,14 +23,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.debug.compare.fingerprint import FoundNumbers
 from hookline.debug.compare.key import Fingerprint, MeshPlacement, RowKeys, Value, ValueKey
 from hookline.debug.compare.rows import RowTable
 from hookline.errors import TraceError
@@ -55,17 +54,10 @@ class TracePlace:
     placements: MeshPlacement | None = None
 
 
-class TraceRecord(NamedTuple):
-    """One tensor that passed a site."""
-
-    place: int
-    """From `TraceWriter.number`, as ``rows`` is."""
-    step: int
-    call: int
-    rows: int | None
-    tensor: int | None
-    """Its number among the tensors that are written with it; None if it is not stored."""
-    found: FoundNumbers
+TraceRecord: TypeAlias = tuple[int, int, int, int | None, int | None]
+"""One tensor that passed a site: the number of the place, as `TraceWriter.number` has it, step, call, the number of the
+rows, and its number among the tensors that are written with it; None where there is none.
+"""
 
 
 class TraceWriter:
@@ -112,16 +104,25 @@ class TraceWriter:
             self._numbers[what] = number  # last: Ctrl-C in between leaves no number without its line
         return number
 
-    def add_records(self, records: Sequence[TraceRecord], tensors: Sequence[Tensor]) -> None:
-        """Append records, which get running numbers in their order, and store their tensors."""
+    def add_records(
+        self,
+        records: Sequence[TraceRecord],
+        numbers: NDArray[np.float64],
+        hashes: NDArray[np.uint64],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Append records, which get running numbers in their order, and store their tensors.
+
+        ``numbers`` has a row for each: mean, norm, absmax, NaN, Inf and the sketch.
+        """
         line = {
             "batch": len(records),
             "order": self._order,
             "file": self._add_tensors(tensors) if tensors else None,
-            **{name: [getattr(one, name) for one in records] for name in _COLUMNS},
-            "numbers": _base64([one.found.numbers for one in records], "<f8"),
-            "sketches": _base64([one.found.sketch for one in records], "<f4"),
-            "hashes": _base64([one.found.hash for one in records], "<u8"),
+            **{name: [one[column] for one in records] for column, name in enumerate(_COLUMNS)},
+            "numbers": _base64(numbers[:, :5], "<f8"),
+            "sketches": _base64(numbers[:, 5:], "<f4"),
+            "hashes": _base64(hashes, "<u8"),
         }
         self._append(*self._pending, line)
         self._order += len(records)  # a batch that Ctrl-C has cut comes again, with the same numbers
@@ -157,9 +158,9 @@ class TraceWriter:
         self.bytes += len(text)
 
 
-def _base64(values: Sequence[Any], dtype: str) -> str:
+def _base64(values: NDArray[Any], dtype: str) -> str:
     with np.errstate(over="ignore"):  # sums of a run that diverges can be too large for a sketch
-        return base64.b64encode(np.asarray(values, dtype).tobytes()).decode("ascii")
+        return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
 
 
 def _storable(tensor: Tensor) -> Tensor:
