@@ -39,8 +39,6 @@ from hookline.debug.first_bad.replay_check import Replay as Replay
 from hookline.debug.first_bad.replay_check import replay_check as replay_check
 from hookline.debug.parity.callback import ParityCallback as ParityCallback
 from hookline.debug.parity.result import Parity as Parity
-from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
-from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.debug.precision.precision_record import PrecisionConfig as PrecisionConfig
 from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord
