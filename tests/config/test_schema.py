@@ -19,7 +19,7 @@ from hookline.runs.run import Run
 from hookline.specs.hook_spec import HookSpec
 
 ROOT = Path(__file__).parents[2]
-SPEC = {"name": "a", "target_modules": ["outer.0"], "hook_factory": "hookline.factories:log_shapes", "config": {}}
+SPEC = {"name": "a", "target_modules": ["outer.0"], "hook_factory": "hookline.factories:nan_alarm", "config": {}}
 
 
 def validator(what):
