@@ -28,7 +28,7 @@ def make_model():
     return model
 
 """
-SPECS = [{"name": "shapes", "target_modules": ["0"], "hook_factory": "hookline.factories:log_shapes", "config": {}}]
+SPECS = [{"name": "shapes", "target_modules": ["0"], "hook_factory": "hookline.factories:nan_alarm", "config": {}}]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
 from hookline.specs.hook_spec import HookSpec
 
-SHAPES = {"name": "a", "target_modules": ["x"], "hook_factory": "hookline.factories:log_shapes"}
+SHAPES = {"name": "a", "target_modules": ["x"], "hook_factory": "hookline.factories:nan_alarm"}
 WHOLE = """\
 experiment: mod_arithmetic
 strategy: all
@@ -26,7 +26,7 @@ hooks:
   names: [hessian]
   config: {hessian: {epsilon: 1e-3}}
 specs:
-  - {name: a, target_modules: [x], hook_factory: "hookline.factories:log_shapes"}
+  - {name: a, target_modules: [x], hook_factory: "hookline.factories:nan_alarm"}
 sinks: {csv: true, others: ["memory", {sink: "jsonl", options: {path: a}}]}
 console: live
 seed: 3
