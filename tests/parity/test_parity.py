@@ -165,7 +165,7 @@ import hookline as hl
 import helpers_parity as helpers
 helpers.llama(layers=2).save_pretrained("model")
 for engine in ("model", helpers.llama(layers=2)):
-    found = hl.parity("model", engine, helpers.prompts(2), tokenizer=str, new_tokens=4)
+    found = hl.parity(helpers.llama(layers=2), engine, helpers.prompts(2), new_tokens=4)
     assert found.ok and found.layers, found
 """
 
