@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-vllm test-sglang check bench bench-peers bench-growth torture mutants docs site release-check notebooks clean
+.PHONY: help setup run test test-slow test-vllm test-sglang check bench bench-peers torture mutants docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -143,9 +143,6 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/p
 	@# It comes with pyhessian, is built for CUDA, and makes `import transformers` fail beside a CPU torch.
 	@$(PEERS_PIP) uninstall -y torchvision
 	@touch $@
-
-bench-growth: setup ## measure what grows with sites, tensors, steps, ranks and clients; writes the plots of docs/scaling.md
-	@$(BIN)/python benchmarks/growth.py $(ARGS)
 
 mutants: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 mutants: export PYTEST_PLUGINS := xdist.plugin,pytest_timeout,pytest_rerunfailures,_hypothesis_pytestplugin,hookline.testing.pytest_plugin

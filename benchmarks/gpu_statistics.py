@@ -21,19 +21,19 @@ from torch.nn import functional as F
 
 import hookline as hl
 
-__all__ = ["gpu_compiled", "gpu_eager"]
+__all__ = ["HUNDRED", "Training", "gpu_compiled", "gpu_eager", "row", "watching"]
 
 BATCHES = (8, 32)
 HUNDRED = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, Block)
 """All of GPT-2 but what only passes on: dropouts, and what holds the parts of a block together."""
 _KINDS = ("forward", "backward")
 _EAGER = {8: 1.25, 32: 1.12}
-COMPILED = {
-    ("forward", 8): 1.05,
-    ("forward + gradient", 8): 1.1,
-    ("forward", 32): 1.04,
-    ("forward + gradient", 32): 1.07,
+_COMPILED = {
+    (8, None): {"forward": 1.05, "forward + gradient": 1.1},
+    (32, None): {"forward": 1.04, "forward + gradient": 1.07},
+    (8, "reduce-overhead"): {"forward + gradient": 1.08},
 }
+"""The targets, by batch and mode."""
 
 
 class Training:
@@ -73,9 +73,9 @@ class Training:
 # -- a step of training --------------------------------------------------------------------------------------
 
 
-def gpu_eager(setting: Setting, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
+def gpu_eager(setting: Setting) -> Iterator[Row]:
     """A watched step, against the bare one; beside it what people write by hand."""
-    for batch in batches if setting.device.type == "cuda" else batches[:1]:
+    for batch in BATCHES if setting.device.type == "cuda" else BATCHES[:1]:
         yield from eager_at(setting, Training(setting, batch), _EAGER[batch])
         _release(setting)
 
@@ -103,7 +103,7 @@ def eager_at(setting: Setting, training: Training, limit: float) -> Iterator[Row
     bare = training.peak(nullcontext)
     for name, (words, at_most, hooked) in ways.items():
         whole = f"{name}, GPT-2 small step, batch {training.shape.batch}"
-        yield _row(whole, words, training, samples, name, (training.peak(hooked), bare), at_most)
+        yield row(whole, words, training, samples, name, (training.peak(hooked), bare), at_most)
     yield every_fifty(setting, training)
 
 
@@ -124,7 +124,7 @@ def every_fifty(setting: Setting, training: Training) -> Row:
                 training.step()  # for the watch, the first that is due; the last of those that follow is the next
                 samples[name].append(_seconds(setting, some))
     name = f"watch every 50 steps, GPT-2 small, batch {training.shape.batch}"
-    return _row(name, "`hl.watch(every=50)`, fifty steps", training, samples, "watch", (0.0, 0.0), 1.02)
+    return row(name, "`hl.watch(every=50)`, fifty steps", training, samples, "watch", (0.0, 0.0), 1.02)
 
 
 def _seconds(setting: Setting, call: Callable[[], object]) -> float:
@@ -135,17 +135,17 @@ def _seconds(setting: Setting, call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def gpu_compiled(setting: Setting, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
+def gpu_compiled(setting: Setting) -> Iterator[Row]:
     """A compiled step with statistics in the graph, against the compiled bare one."""
-    for batch in batches if setting.device.type == "cuda" else batches[:1]:
+    for (batch, mode), targets in _COMPILED.items() if setting.device.type == "cuda" else [*_COMPILED.items()][:1]:
         torch._dynamo.reset()
-        ways = {"bare": (), "forward": ("forward",), "forward + gradient": _KINDS}
         trainings, watches, peaks = {}, [], {}
-        for name, kinds in ways.items():
+        for name in ("bare", *targets):
             training = trainings[name] = Training(setting, batch)
-            if kinds:
+            if name != "bare":
+                kinds = _KINDS if "gradient" in name else _KINDS[:1]
                 watches.append(hl.watch(training.model, HUNDRED, on=kinds, optimizer=training.optimizer))
-            training.run = compiled_own(training.model)
+            training.run = compiled_own(training.model, mode)
             start = time.perf_counter()
             training.step()
             print(f"  compiled {name!r} at batch {batch} in {time.perf_counter() - start:.0f} s", flush=True)
@@ -153,9 +153,11 @@ def gpu_compiled(setting: Setting, batches: tuple[int, ...] = BATCHES) -> Iterat
         trials = [trial(name, each.step, inner=3, device=setting.device) for name, each in trainings.items()]
         trials.append(trial("bare again", trainings["bare"].step, inner=3, device=setting.device))
         samples = interleave(trials, setting.rounds(15 if batch <= 8 else 8))
-        for name in ("forward", "forward + gradient"):
-            yield _row(f"compiled, {name} statistics, GPT-2 small step, batch {batch}", f"`hl.watch` of {name}",
-                       trainings[name], samples, name, (peaks[name], peaks["bare"]), COMPILED[name, batch])  # fmt: skip
+        in_mode = "" if mode is None else f", `mode={mode!r}`"
+        for name, target in targets.items():
+            title = f"compiled, {name} statistics, GPT-2 small step, batch {batch}{'' if mode is None else f', {mode}'}"
+            yield row(title, f"`hl.watch` of {name}{in_mode}", trainings[name], samples, name,
+                      (peaks[name], peaks["bare"]), target)  # fmt: skip
         for watch in watches:
             watch.remove()
         del trainings, trials, training
@@ -171,7 +173,7 @@ def compiled_own(model: nn.Module, mode: str | None = None) -> nn.Module:
     return whole
 
 
-def _row(
+def row(
     name: str,
     words: str,
     training: Training,
@@ -180,6 +182,7 @@ def _row(
     peaks: tuple[float, float],
     limit: float | None,
 ) -> Row:
+    """Return the row of one way to watch, with its times and the peaks of memory, in GiB."""
     times = f"{typical(samples, of) * 1e3:.2f} / {typical(samples, 'bare') * 1e3:.2f} ms"
     memory = f"; peak {peaks[0]:.2f} / {peaks[1]:.2f} GiB" if peaks[1] else ""
     return Row(
@@ -203,9 +206,9 @@ def _release(setting: Setting) -> None:
 
 
 @contextmanager
-def watching(training: Training, every: int = 1, target: Any = HUNDRED) -> Iterator[None]:
+def watching(training: Training, target: Any = HUNDRED, **options: Any) -> Iterator[None]:
     """Outputs and gradients of a hundred modules."""
-    watch = hl.watch(training.model, target, on=_KINDS, optimizer=training.optimizer, every=every)
+    watch = hl.watch(training.model, target, on=_KINDS, optimizer=training.optimizer, **options)
     try:
         yield
         lost = [reason for reason in watch.report()["silent"].values() if "not counted" in reason]

@@ -136,10 +136,10 @@ def sentence(results: Iterable[Result]) -> str:
     measured = [result for result in results if result.has_figure]
     ahead = sum(result.row.ratio.median < min(1.0, result.row.same.low) for result in measured)
     lost = dict.fromkeys(result.label for result in measured if is_lost(result))
-    words = f"hookline costs less in {ahead} of {len(measured)} contests"
+    words = f"hookline costs less in {ahead} of {len(measured)} comparisons with other libraries"
     if lost:
-        words += f", and more in {sum(map(is_lost, measured))}: beside {', '.join(lost)}"
-    return f"{words}. [Why, and how it was measured](docs/peers.md)."
+        words += f", and more in {sum(map(is_lost, measured))} (with {', '.join(lost)})"
+    return f"{words}: [why, and how it was measured](docs/peers.md)."
 
 
 # -- the pictures ----------------------------------------------------------------------------------------------------
