@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.debug.precision.precision_checker import PrecisionChecker
-from hookline.debug.precision.precision_record import hash_of, local_copy, measure, numbers_text
+from hookline.debug.precision.precision_checker import PrecisionChecker, hash_of, local_copy, measure, numbers_text
 
 
 def mlp() -> nn.Sequential:

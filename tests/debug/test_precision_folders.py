@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hookline.debug.precision import precision_record
-from hookline.debug.precision.precision_record import PrecisionFiles
+from hookline.debug.precision import precision_checker
+from hookline.debug.precision.precision_checker import PrecisionFiles
 from hookline.distributed import _torch_distributed, ranks
 
 
@@ -23,10 +23,10 @@ def test_the_rank_that_comes_first_names_the_folder_for_all(tmp_path: Path, monk
     monkeypatch.setattr(_torch_distributed, "default_store", lambda: store)
     folders = {}
     for rank in range(2):
-        monkeypatch.setattr(precision_record, "this_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(precision_record, "_NUMBERS", defaultdict(itertools.count))  # that of another process
+        monkeypatch.setattr(precision_checker, "this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(precision_checker, "_NUMBERS", defaultdict(itertools.count))  # that of another process
         clock = SimpleNamespace(now=lambda rank=rank: datetime(2024, 1, 1, 0, 0, rank))
-        monkeypatch.setattr(precision_record, "datetime", clock)
+        monkeypatch.setattr(precision_checker, "datetime", clock)
         for check in range(2):
             files = PrecisionFiles(str(tmp_path), save=False)
             files.write(f"check {check}", "x", torch.ones(1))
@@ -52,7 +52,7 @@ def test_a_full_disk_ends_the_files_and_not_the_run(
 
     files = PrecisionFiles(str(tmp_path), save=True)
     files.write("first", "a", torch.ones(1))
-    monkeypatch.setattr(precision_record.np, "save", full)
+    monkeypatch.setattr(precision_checker.np, "save", full)
     for stem in "bc":
         files.write("later", stem, torch.ones(1))
     files.close()

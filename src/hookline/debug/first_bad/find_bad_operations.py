@@ -8,37 +8,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hookline.debug.first_bad.bad_operation import BadStep, describe_batch
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
-from hookline.debug.first_bad.followed_steps import FollowedSteps
 from hookline.errors import OptionError
 from hookline.files import replace_file
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.messages import type_name
-from hookline.phases import phase
+from hookline.phases import known_phase, phase
+from hookline.sites import _torch
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.targets import check_model
 from hookline.tables import OFF, ON, ShownAsTable, Table
+from hookline.training.experiment import MicroBatches
+from hookline.tree import leaves
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
+    from hookline.sites.site_info import Site
     from hookline.training.run import RunStep
 
-__all__ = [
-    "BadOperations", "FirstBadOperation", "JoinedOptimizers", "find_bad_operations", "join_optimizers",
-    "list_optimizers",
-]  # fmt: skip
+__all__ = ["BadOperations", "FirstBadOperation", "find_bad_operations"]
 
 
 def find_bad_operations(
@@ -88,7 +92,7 @@ def find_bad_operations(
     check_model(model, target)
     if every < 1:
         raise OptionError(f"every= is a number of steps, at least 1; got {every!r}.")
-    optimizers = list_optimizers(optimizer)
+    optimizers = _list_optimizers(optimizer)
     if step_fn is None:
         if not optimizers:
             raise OptionError("Nothing says when a step is over: give step_fn=, or the optimizer.")
@@ -100,7 +104,7 @@ def find_bad_operations(
             raise
     if not callable(step_fn):
         raise OptionError(f"step_fn= is a function of the batch that makes a step; got {type_name(step_fn)}.")
-    parts = (model, join_optimizers(optimizer), scheduler, scaler, loader)
+    parts = (model, _join_optimizers(optimizer), scheduler, scaler, loader)
 
     def run_again(batch: Any) -> Any:
         with _only_steps_of(optimizers):
@@ -203,7 +207,7 @@ class BadOperations(ShownAsTable):
 # -- all optimizers of a run ------------------------------------------------------------------------------------------
 
 
-class JoinedOptimizers:
+class _JoinedOptimizers:
     """Hold several optimizers as one object, which a guard looks through."""
 
     def __init__(self, given: list[Any]) -> None:
@@ -212,7 +216,7 @@ class JoinedOptimizers:
         self.wrappers = [vars(each) for each in given if not isinstance(each, Optimizer) and hasattr(each, "__dict__")]
 
 
-def list_optimizers(optimizer: Any) -> list[Any]:
+def _list_optimizers(optimizer: Any) -> list[Any]:
     """Return what was given for ``optimizer=`` as a list; refuse a list with nothing in it, or with None."""
     if not isinstance(optimizer, list | tuple):
         return [] if optimizer is None else [optimizer]
@@ -221,10 +225,10 @@ def list_optimizers(optimizer: Any) -> list[Any]:
     return list(optimizer)
 
 
-def join_optimizers(optimizer: Any) -> Any:
-    """Return one object for what was given: an optimizer as it is, several as `JoinedOptimizers`."""
-    found = list_optimizers(optimizer)
-    return JoinedOptimizers(found) if len(found) > 1 else found[0] if found else None
+def _join_optimizers(optimizer: Any) -> Any:
+    """Return one object for what was given: an optimizer as it is, several as `_JoinedOptimizers`."""
+    found = _list_optimizers(optimizer)
+    return _JoinedOptimizers(found) if len(found) > 1 else found[0] if found else None
 
 
 @contextmanager
@@ -356,3 +360,127 @@ class FirstBadOperation(TrainingHook):
             ]  # the page shows the lines
             text = json.dumps(told, indent=1, default=str)
             replace_file(self._folder / "first_bad_operation.json", text)
+
+
+# -- a loop that is followed ------------------------------------------------------------------------------------------
+
+
+_NO_LOSS: Final = (
+    "forward and backward of the model were run again, from what it was given and the gradients that came back; the "
+    "loss and the optimizer were not: to have them too, give step_fn="
+)
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """One forward of the model; a step that accumulates gradients has several."""
+
+    args: Any
+    kwargs: Any
+    autocast: list[tuple[str, torch.dtype]]
+    batch: Any
+    """What the user calls the batch of it, if that is known."""
+    ids: Any
+    backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """For each backward pass, the gradients that came back, by the leaves of the output."""
+    begins_at: int = 0
+    """How many operators the second run had made when it came to this."""
+
+
+class FollowedSteps:
+    """Begin steps at forwards of the model, check them by a `BadOperationFinder`, and run the model's part again.
+
+    Args:
+        model: The model.
+        options: As for the finder.
+    """
+
+    def __init__(self, model: nn.Module, scaler: Any = None, **options: Any) -> None:
+        self._model = model
+        # A second run changes the model alone.
+        parts = (model, None, None, scaler, None)
+        self.finder = BadOperationFinder(model, lambda: parts, self._run_again, every=1, **options)
+        self.finder.note = _NO_LOSS
+        self._current: dict[int, KeptForward] | None = None
+        """The forwards of the step, by the number that the site has of each."""
+        self._noted: tuple[Any, Any] = None, None
+        self._handles = HandleSet()
+        add = partial(attach, model, observe=True, name="first bad operation")
+        self._handles.add(add(self._begin_forward, on="forward_pre", with_kwargs=True))
+        self._handles.add(add(self._take_gradients, on="backward_pre"))
+
+    def note_batch(self, batch: Any, ids: Any = None) -> None:
+        """Name the batch of the forwards that follow, until the next call."""
+        self._noted = batch, ids
+
+    def end_step(self, loss: Any = None, batch: Any = None) -> None:
+        """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
+        forwards, self._current = self._current, None
+        if forwards is None:
+            return
+        batches = batch if isinstance(batch, MicroBatches) else [batch]
+        for forward, each in zip(forwards.values(), batches, strict=False):
+            forward.batch = each if forward.batch is None else forward.batch
+        self.finder.end_step(loss)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._handles.remove(quiet=True)
+        self._current = None
+        self.finder.remove()
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
+        is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
+        if not is_training or _torch.in_recomputation():
+            return
+        if self._current is None:
+            self._current = {}
+            self.finder.begin_step(self._current, partial(_describe, self._current))
+        self._current[site.step] = KeptForward(args, kwargs, _autocast(), *self._noted)
+
+    def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
+        if self._current is not None and site.step in self._current and phase() != "intervention":
+            self._current[site.step].backwards.append(dict(zip(site.outputs, grads, strict=False)))
+
+    def _run_again(self, forwards: dict[int, KeptForward]) -> list[Tensor]:
+        """Run forwards and backwards in turns, as a loop that accumulates makes them; return what the model returns."""
+        self._model.train()
+        ends: list[Tensor] = []
+        for forward in forwards.values():
+            forward.begins_at = self.finder.operators_run
+            with _under(forward.autocast):
+                output = self._model(*forward.args, **forward.kwargs)
+            made = {str(path): leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad}
+            for number, grads in enumerate(forward.backwards, 1):
+                given = {path: grad for path, grad in grads.items() if grad is not None and path in made}
+                if given:
+                    is_last = number == len(forward.backwards)
+                    outputs = [made[path] for path in given]
+                    torch.autograd.backward(outputs, [*given.values()], retain_graph=not is_last)
+            ends += made.values()
+        return ends
+
+
+def _describe(forwards: dict[int, KeptForward], operator: int | None) -> str:
+    """Return the batches of a step in words, or the one in which the operator of that number ran."""
+    kept = list(forwards.values())
+    told = [describe_batch(each.args if each.batch is None else each.batch, each.ids) for each in kept]
+    if operator is None or len(kept) == 1:
+        return "; ".join(told)
+    place = sum(each.begins_at <= operator for each in kept)
+    return f"{told[place - 1]}, micro-batch {place} of {len(kept)}"
+
+
+@contextmanager
+def _under(autocast: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Cast as the forward did."""
+    with ExitStack() as entered:
+        for device, dtype in autocast:
+            entered.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    """Return the devices whose operators are cast now, and to which type."""
+    devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
+    return [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
