@@ -15,7 +15,7 @@ from hookline import HookPoint, MetricInfo
 from hookline.errors import HookCheckError
 from hookline.guard.digest import changed, digest
 from hookline.testing import HookCheck, check_hook, small_experiment
-from hookline.testing.small_run import left_by
+from hookline.testing.checking import left_by
 
 
 class Mean(hl.TrainingHook):

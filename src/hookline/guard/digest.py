@@ -1,6 +1,6 @@
 """Digest tensors and the state of a run, so that two moments or two runs can be compared to the last bit.
 
-The audit of hooks, `check_hook`, `replay_check` and the search for bad operations compare runs by `run_digest` and
+The audit of hooks, `check_hook` and the search for bad operations compare runs by `run_digest` and
 `digest`; whoever needs the numbers of a tensor of any layout calls `dense`.
 """
 
