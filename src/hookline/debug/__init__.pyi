@@ -41,8 +41,8 @@ from hookline.debug.first_bad.replay_check import Replay as Replay
 from hookline.debug.first_bad.replay_check import replay_check as replay_check
 from hookline.debug.first_bad.triggers import TriggeredHooks as TriggeredHooks
 from hookline.debug.first_bad.triggers import on_trigger as on_trigger
-from hookline.debug.parity.callback import ParityCallback as ParityCallback
-from hookline.debug.parity.result import Parity as Parity
+from hookline.debug.parity.parity import Parity as Parity
+from hookline.debug.parity.parity import ParityCallback as ParityCallback
 from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
 from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
