@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookline.guard.guard import TorchSwitches
 from hookline.guard.rng import stream_states
-from hookline.guard.switches import TorchSwitches
 from hookline.sites import _torch
 from hookline.tree import leaves
 

@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hookline.errors import NoMatchError, OptionError
 from hookline.guard.digest import SWITCH, RunDigest, changed, run_digest
+from hookline.guard.guard import TorchSwitches
 from hookline.guard.rng import RandomStates, kept_rng, restart_hook_stream
-from hookline.guard.switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_run import can_count_steps

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.messages import short_repr
-from hookline.observe.watch.reduce import reduce
-from hookline.observe.watch.row import Layout
+from hookline.observe.watch.row import Layout, reduce
 from hookline.tables import ShownAsTable, Table
 from hookline.training.experiment import MicroBatches
 
