@@ -1,6 +1,7 @@
 """Rows about traces: what a trace of every module adds to a training step, and how fast it is read.
 
-Takes the transformer of ``watching``, hands `Row`s to ``rows``. ``debug_peers`` has other tools beside it.
+Takes the transformer of ``watching``, hands `Row`s to ``rows``. ``debug_peers`` has other tools beside it. A sample is
+16 steps, in which a GPU's 4,096 fingerprints are written once; a step that is waited for has a row of its own.
 """
 
 from __future__ import annotations
@@ -24,29 +25,37 @@ from hookline.debug.compare.trace import trace
 __all__ = ["FLOWS", "debug"]
 
 FLOWS = ("output", "output_grad")
+STEPS = 16
 LARGE = 64 << 20
 """Bytes of each tensor whose reading is timed."""
 
 
 def debug(setting: Setting) -> Iterator[Row]:
     """Traces of every module; comparing."""
-    training = Training(SMALL if setting.device.type == "cuda" else FOUR, setting)
+    shape, at_most = (SMALL, 1.25) if setting.device.type == "cuda" else (FOUR, 1.15)
+    training = Training(shape, setting)
     with tempfile.TemporaryDirectory() as folder:
-        samples = _measured(training, _hooked(training, Path(folder)), setting, 20)
+        hooked = _hooked(training, Path(folder))
+        samples = _measured(training, hooked, setting, STEPS)
         words = "of every module, outputs and gradients"
-        yield _row(samples, training, "trace", f"fingerprints {words}, to disk", 1.25)
+        yield _row(samples, training, "trace", f"fingerprints {words}, to disk, {STEPS} steps in a row", at_most)
         yield _row(samples, training, "trace, forward", "fingerprints of outputs of every module, to disk")
         yield _row(samples, training, "trace, default kinds", f"fingerprints {words}, and gradients of parameters")
+        alone = _measured(training, {"trace, alone": hooked["trace"]}, setting, 1)
+        yield _row(alone, training, "trace, alone", f"fingerprints {words}, one step that is waited for")
         yield comparing(setting, Path(folder))
 
 
 _Hooked = dict[str, Callable[[], AbstractContextManager[object]]]
 
 
-def _measured(training: Training, hooked: _Hooked, setting: Setting, rounds: int) -> Samples:
+def _measured(training: Training, hooked: _Hooked, setting: Setting, steps: int) -> Samples:
     around = hooked | {"bare": nullcontext, "bare again": nullcontext}
-    trials = [trial(name, training.step, inner=1, hooked=on, device=setting.device) for name, on in around.items()]
-    return interleave(trials, setting.rounds(rounds))
+    trials = [
+        trial(name, training.step, inner=1, batch=steps, hooked=on, device=setting.device)
+        for name, on in around.items()
+    ]
+    return interleave(trials, setting.rounds(10 if steps > 1 else 20))
 
 
 def _hooked(training: Training, folder: Path) -> _Hooked:

@@ -29,8 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "mlflow": (*SHORT_RUN, "--hook-mlflow"),
     "parquet": (*SHORT_RUN, "--hook-parquet"),
     "prometheus": (*SHORT_RUN, "--hook-prometheus", "0"),
-    "experiments": ("run", "digits", "--steps", "3", "--console", "none"),
-    "all": ("run", "digits", "--steps", "3", "--console", "none", "--hook-parquet", "--hook-tensorboard"),
+    "all": (*SHORT_RUN, "--hook-parquet", "--hook-tensorboard"),
 }
 """A command that needs the extra."""
 

@@ -22,7 +22,7 @@ PROJECT: dict[str, Any] = SETTINGS["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"dev", "docs", "notebooks", "pictures"}
 FOR_USERS = sorted(set(EXTRAS) - FOR_DEVELOPERS - {"all"})
-IMPORTED_AS = {"prometheus-client": "prometheus_client", "scikit-learn": "sklearn"}
+IMPORTED_AS = {"prometheus-client": "prometheus_client"}
 # transformers imports it for chat templates, and does not install it.
 IMPORTED_BY_OTHERS = {"jinja2"}
 SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))

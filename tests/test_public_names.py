@@ -31,8 +31,8 @@ FUNCTIONS = _named("""
         attached audit capture clip_gradients compare doctor epoch_loop find follow freeze load_run load_runs parity
         patch
         record register_hooks rollback saved_tensors step_loop trace watch write_report
-    debug: compare_npy_folders read_trace trace_outputs find_bad_operations doctor graph bisect packed_rows padded_rows
-        on_trigger read_flight replay_check
+    debug: read_trace trace_outputs find_bad_operations doctor bisect packed_rows padded_rows
+        read_flight replay_check
     distributed: gather_objects is_distributed rank_count reduce_metrics this_rank
     edits: ablate mean_ablate replace scale steer swap
     guard: rollback
@@ -61,10 +61,10 @@ CLASSES = _named("""
     hookline: Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec InterventionHook
         Kind MetricInfo MetricSink ModelDataContext PrecisionChecker RunDataContext Site StepSchedule TrainingHook
     debug: Parity ParityCallback
-    debug: NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
-        TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation AutogradGraph
+    debug: PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
+        TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation
         Diagnosis FoundHook SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
-        RenameRule Flight FlightRecorder Replay TriggeredHooks
+        RenameRule Flight FlightRecorder Replay
     distributed: Exchange
     edits: Edit
     guard: Guard ModelDataContext

@@ -258,12 +258,10 @@ def test_what_tensor_parallelism_cuts_is_refused(modules: Any) -> None:
     [
         ("activation_stats", {}),
         ("nan_alarm", {}),
-        ("log_shapes", {}),
         ("record_mean", {}),
         ("steer", {"vector": [1.0] * 8}),
         ("export", {"folder": "exported"}),
         ("probe", {"head": {"layers": [{"weight": [[1.0] * 8], "bias": [0.0]}]}, "add_residual": True}),
-        ("moe_routing", {"top_k": 2}),
     ],
 )
 def test_our_factories_work_through_its_hook_manager(

@@ -37,7 +37,7 @@ RUN: dict[str, Any] = {
     "experiment": "mod_arithmetic",
     "seed": 3,
     "config": {"epochs": 2, "lr": 0.001},
-    "hooks": {"with_hooks": "observers", "names": ["norms"], "schedules": {"norms": {"stride": 5}}},
+    "hooks": {"with_hooks": "observers", "names": ["norms"]},
     "trackers": [{"tracker": "relu_activations", "options": {}}],
     "specs": SPECS[:1],
     "sinks": {"csv": True, "others": []},

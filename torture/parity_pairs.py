@@ -4,8 +4,8 @@
 
 Clean pairs are tiny Llamas and Mixtrals, in float32 and in emulated bf16, in turn: random ones, each with its own
 weights, and every third time one that has learned a language for ``--train`` seconds; prompts, lengths and batches
-differ. The eight faults are planted in the two that have learned, behind a server in this process and behind one that
-is known by its URL alone. Every verdict is a line; the last line counts them.
+differ. The eight faults are planted in random models and in the two that have learned, in this process and behind a
+server that is known by its URL alone. Every verdict is a line; the last line counts them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def main() -> None:
     for seed in range(asked.first, asked.first + asked.pairs):
         counts[_clean(seed, learned)] += 1
     for plant, wanted in FAULTS.items():
-        model = learned[helpers.mixture if plant is helpers.swapped_experts else helpers.llama]
-        for precision in ("float32", "bf16"):
-            for over_http in (False, True):
-                counts[_planted(model, precision, plant, *wanted, over_http=over_http)] += 1
-    print(dict(counts))
+        make = helpers.mixture if plant is helpers.swapped_experts else helpers.llama
+        for has_learned in (False, True):
+            for precision in ("float32", "bf16"):
+                for over_http in (False, True):
+                    model, asked_for = (learned[make], helpers.texts) if has_learned else (make(7), helpers.prompts)
+                    options: Any = {"over_http": over_http, "prompts": asked_for(16, 5)}
+                    verdict = _planted(model, precision, plant, *wanted, **options)
+                    counts[f"{'learned' if has_learned else 'random'} {verdict}"] += 1
+    for kind, count in sorted(counts.items()):
+        print(f"{count:4} {kind}")
 
 
 def _pair(model: Any, precision: str) -> tuple[Any, Any, Any]:
@@ -78,17 +83,19 @@ def _clean(seed: int, learned: dict[Any, Any]) -> str:
     return f"clean {kind}: {'ok' if found.ok else 'false alarm'}"
 
 
-def _planted(model: Any, precision: str, plant: Any, name: str, where: str, *, over_http: bool) -> str:
+def _planted(
+    model: Any, precision: str, plant: Any, name: str, where: str, *, over_http: bool, prompts: list[list[int]]
+) -> str:
     """Compare a pair with a fault; return what to count it as."""
     trainer, served, reference = _pair(model, precision)
     with ExitStack() as stack:
         if plant is helpers.NoBos:
-            engine: Any = helpers.NoBos(served, 12)
+            engine: Any = helpers.NoBos(served, 24)
             stack.callback(engine.close)
         else:
             plant(served)
             engine = stack.enter_context(helpers.served(served)) if over_http else served
-        found = hl.parity(trainer, engine, helpers.texts(16, 5), reference=reference, new_tokens=24)
+        found = hl.parity(trainer, engine, prompts, reference=reference, new_tokens=24)
     cause = found.cause
     verdict = "unsure" if cause is not None and cause.name == "unsure" else "other"
     if cause is None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.training.digits import Digits
 from hookline.training.mod_arithmetic import Config, ModArithmetic
 
 SEED = 199
@@ -134,9 +134,10 @@ def validator(k: int) -> Run:
 def images(count: int | None = None) -> tuple[Tensor, Tensor]:
     """The digits as rows of 64 pixels of mean 0 and variance 1."""
     torch.manual_seed(SEED)
-    inputs, labels = Digits().train_set.tensors
-    flat = inputs.flatten(1)[:count]
-    return (flat - flat.mean()) / flat.std(), labels[:count]
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    chosen = torch.randperm(len(labels))[: round(0.8 * len(labels))][:count]
+    flat = pixels[chosen].float() / 16
+    return (flat - flat.mean()) / flat.std(), labels[chosen]
 
 
 def layers(activation: Callable[[], nn.Module], depth: int, width: int = 64, gain: float = 1.0) -> nn.Sequential:

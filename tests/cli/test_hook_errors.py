@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,18 +81,3 @@ def test_a_hook_that_cannot_start_is_named(capsys):
     err = capsys.readouterr().err
     assert "Raised by the hook 'late' when training began, in start(model)." in err
     assert "in runs/tiny/forward." in err
-
-
-def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
-    """Whoever needs it: the experiment that comes with hookline, or a file of one's own."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
-        monkeypatch.delitem(sys.modules, name)
-    hidden = {"sklearn": None, "sklearn.datasets": None}
-    for name, nothing in hidden.items():
-        monkeypatch.setitem(sys.modules, name, nothing)
-    assert run_here("run", "digits", "--steps", "1") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("hookline: The experiment 'digits' takes its images from scikit-learn")
-    assert "pip install 'hookline[experiments]'" in err
-    assert "Traceback" not in err
-    assert "your code" not in err

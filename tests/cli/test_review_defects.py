@@ -88,12 +88,3 @@ def test_a_hook_in_a_file_is_looked_for_beside_the_run_file(tmp_path, trained):
     said = done("run", "--config", "sub/run.yaml", *QUIET, *command, cwd=tmp_path)
     (log,) = tmp_path.rglob("records.jsonl")
     assert any("own/one" in record["metrics"] for record in records_of(log.parent)), said
-
-
-def test_a_free_port_is_warned_of_where_there_are_no_hooks(tmp_path):
-    """0 is a value, and not the absence of one."""
-    said = done(
-        "run", TINY, "--epochs", "1", "--with-hooks", "none", "--hook-prometheus", "0", "--no-report", cwd=tmp_path
-    )
-    assert "hook-prometheus" in said
-    assert "no hooks" in said

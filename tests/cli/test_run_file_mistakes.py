@@ -24,9 +24,6 @@ hooks:
     hesian: {{epsilon: 1}}
     hessian:
       epsilon: small
-  schedules:
-    hessian: {{mode: brst}}
-    variance: {{stride: 0}}
 console: loud
 specs:
 - {{name: a, target_modules: [x], hook_factory: "nowhere_at_all:f"}}
@@ -55,19 +52,17 @@ TOLD = [
     (12, "$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
     (13, "$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
     (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
-    (17, "$.hooks.schedules.hessian", "Unknown schedule mode 'brst': it is one of 'continual', 'stride', 'burst'"),
-    (18, "$.hooks.schedules.variance", "stride= must be a whole number of at least 1, got 0."),
-    (19, "$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
-    (21, "$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
-    (22, "$.specs[1].hook_factory", "Invalid hook callable path ''."),
-    (23, "$.specs[2].target_module", "Did you mean 'target_modules'?"),
-    (24, "$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
-    (25, "$.specs[4]", "the hook 'e' has no target_modules."),
-    (27, "$.sinks.csv", "expected a valid boolean"),
-    (29, "$.sinks.others[0]", "There is no module 'nowhere.mod'"),
-    (30, "$.sinks.others[1].sink", "this is missing."),
-    (30, "$.sinks.others[1].snk", "nothing is called 'snk' here."),
-    (31, "$.sinks.others[2]", "Unknown sink 'unheard_of'."),
+    (16, "$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
+    (18, "$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
+    (19, "$.specs[1].hook_factory", "Invalid hook callable path ''."),
+    (20, "$.specs[2].target_module", "Did you mean 'target_modules'?"),
+    (21, "$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
+    (22, "$.specs[4]", "the hook 'e' has no target_modules."),
+    (24, "$.sinks.csv", "expected a valid boolean"),
+    (26, "$.sinks.others[0]", "There is no module 'nowhere.mod'"),
+    (27, "$.sinks.others[1].sink", "this is missing."),
+    (27, "$.sinks.others[1].snk", "nothing is called 'snk' here."),
+    (28, "$.sinks.others[2]", "Unknown sink 'unheard_of'."),
 ]
 
 
@@ -80,7 +75,7 @@ def told(text: str, file: str) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path):
-    """Unknown keys, wrong types, unknown names, parameters, schedules, factories, sinks: each once, by line."""
+    """Unknown keys, wrong types, unknown names, parameters, factories, sinks: each once, by line."""
     Path("run.yaml").write_text(YAML)
     assert run_here(command, "run.yaml") == 2
     said = told(capsys.readouterr().err, "run.yaml")
@@ -88,31 +83,6 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
     for (_, _, words), (_, _, expected) in zip(said, TOLD, strict=True):
         assert expected in words
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
-
-
-TOML = """\
-seed = "x"
-sed = 1
-hooks = ["nrms",
-  "norms"]
-experiment = "%s"
-[config]
-epoch = 1
-[[specs]]
-target_modules = ["x"]
-hook_factory = "nowhere_at_all:f"
-[[specs]]
-evry = 2
-[sinks]
-others = ["unheard_of"]
-"""
-LINES = {
-    "json": {
-        "$.config.epoch": 2, "$.hooks[0]": 3, "$.sinks.others[0]": 5, "$.specs[0].hook_factory": 6,
-        "$.specs[1].evry": 8, "$.seed": 9, "$.sed": 11,
-    },
-}  # fmt: skip
-LINES["toml"] = dict.fromkeys(LINES["json"], 0)
 
 
 @pytest.mark.parametrize(

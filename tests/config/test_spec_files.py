@@ -22,9 +22,9 @@ def read_specs(document):
 
 
 def test_the_settings_of_a_server_are_kept_whole(tmp_path):
-    """What is not about hooks is for the server; a schema is for editors."""
-    text = {"$schema": "server.schema.json", "model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC]}
-    assert server_settings(read(tmp_path, text)) == {k: v for k, v in text.items() if k != "$schema"}
+    """What is not about hooks is for the server."""
+    text = {"model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC]}
+    assert server_settings(read(tmp_path, text)) == text
 
 
 @pytest.mark.parametrize(

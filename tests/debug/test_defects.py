@@ -1,16 +1,15 @@
-"""Faults of traces, comparisons and triggers that were found once, each with what would show it again."""
+"""Faults of traces and comparisons that were found once, each with what would show it again."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.debug import on_trigger, padded_rows, read_trace
+from hookline.debug import padded_rows, read_trace
 
 
 class WritesUnseen(nn.Module):
@@ -69,22 +68,6 @@ def test_rows_are_those_of_the_batch_and_never_of_parameters(tmp_path: Path) -> 
     found = hl.compare(tmp_path / "a", tmp_path / "b", rows=(padded_rows(mask), padded_rows(turned)))
     assert found.ok
     assert all(not value.is_by_rows for value in found.values if value.kind == "parameter")
-
-
-def test_what_a_trigger_had_put_on_comes_off_if_the_next_raises() -> None:
-    """The second function raises: the watch of the first is off again."""
-
-    def broken(model: nn.Module) -> Any:
-        raise RuntimeError("no")
-
-    model = nn.Linear(1, 1)
-    experiment = hl.Experiment(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), [torch.ones(1, 1)] * 3, lambda model, x: model(x).sum()
-    )
-    trigger = on_trigger(lambda ctx: True, do=[lambda model: hl.watch(model, on="forward"), broken])
-    with pytest.raises(Exception, match="no"):
-        hl.step_loop(experiment, steps=3, manager=hl.HookManager(hooks=[trigger]), snapshot_every=0)
-    hl.assert_no_hooks(model)
 
 
 def test_warnings_of_a_trace_are_for_the_line_that_ends_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Alarm, finder, recorder, trigger and nan_alarm on one model: each reports what it does alone, by one watch."""
+"""Alarm, finder, recorder and nan_alarm on one model: each reports what it does alone, by one watch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.debug import FlightRecorder, find_bad_operations, on_trigger, read_flight
+from hookline.debug import FlightRecorder, find_bad_operations, read_flight
 from hookline.factories import nan_alarm
 from hookline.phases import in_phase
 
-TOOLS = ("alarm", "finder", "recorder", "trigger", "nan_alarm")
+TOOLS = ("alarm", "finder", "recorder", "nan_alarm")
 
 
 def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder: Path, *, whole: bool) -> Any:
@@ -38,9 +38,6 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
             step = check.step if whole else run.step
         if "recorder" in tools:
             hooks.append(FlightRecorder(to=path, target="layers.#"))
-        if "trigger" in tools:
-            trigger = on_trigger("nan", do=lambda model: None)
-            hooks.append(trigger)
         if "nan_alarm" in tools:
             counts = nan_alarm()
             on.enter_context(hl.attach(model, "*", counts, observe=True))
@@ -58,8 +55,6 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
     if "recorder" in tools:
         flight = read_flight(path)
         found["recorder"] = [{**each, "time": 0} for each in flight.steps], flight.reason
-    if "trigger" in tools:
-        found["trigger"] = trigger.times
     if "nan_alarm" in tools:
         found["nan_alarm"] = {key: value > 0 for key, value in counts.to_metrics().items()}
     hl.assert_no_hooks(model)

@@ -71,7 +71,7 @@ def test_who_has_no_token_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         ({**STATS, "hook_factory": "os:system"}, 403, "os:system"),
         ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "export_dir in --additional-config"),
         ({**STATS, "evry": 2}, 400, "evry"),
-        ({"hook_factory": "hookline.factories:log_shapes"}, 400, "target_modules"),
+        ({"hook_factory": "hookline.factories:nan_alarm"}, 400, "target_modules"),
     ],
 )
 def test_a_spec_that_is_not_allowed_reaches_no_worker(server: Server, body: Any, status: int, words: str) -> None:

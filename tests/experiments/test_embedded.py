@@ -23,14 +23,12 @@ from hookline.guard.digest import changed, digest
 from hookline.lifecycle.registry import register_built_ins
 from hookline.runs.find import EMBEDDED
 from hookline.testing.small_run import left_by
-from hookline.training import digits, mod_arithmetic
+from hookline.training import mod_arithmetic
 from hookline.training.checkpoints import Checkpoints
-from hookline.training.digits import Digits
 from hookline.training.mod_arithmetic import ModArithmetic, arranged
 
 SMALL = {
     ModArithmetic: mod_arithmetic.Config(epochs=3, p=23, batch_size=32, width=16, heads=2),
-    Digits: digits.Config(steps=24, snapshot_every=10, channels=4),
 }
 
 
@@ -96,7 +94,7 @@ def test_fourier_of_mod_arithmetic_counts_five_frequencies():
 
 @pytest.mark.parametrize(
     ("cls", "strategy"),
-    [(ModArithmetic, "random"), (ModArithmetic, "stride"), (ModArithmetic, "fixed_random"), (Digits, "random")],
+    [(ModArithmetic, "random"), (ModArithmetic, "stride"), (ModArithmetic, "fixed_random")],
 )
 def test_one_seed_gives_one_run(cls, strategy):
     """Bit for bit; another seed gives another."""
@@ -141,7 +139,7 @@ class Cut(Exception):
 
 @pytest.mark.parametrize(
     ("cls", "strategy", "every"),
-    [(ModArithmetic, "fixed_random", 1), (ModArithmetic, "random", 1), (Digits, "random", 7)],
+    [(ModArithmetic, "fixed_random", 1), (ModArithmetic, "random", 1)],
 )
 def test_a_run_that_was_cut_short_goes_on_to_the_same_end(cls, strategy, every, tmp_path):
     """Resumed from its newest checkpoint, with other random numbers drawn before: bit for bit."""
@@ -225,17 +223,13 @@ def test_the_target_gradient_is_that_of_the_other_pairs():
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
 def test_they_train_on_a_gpu(cls):
     """``--device cuda``: the model is moved, and batches follow it."""
-    if cls is Digits:
-        pytest.importorskip("sklearn")
     experiment = made(cls)
     experiment.to("cuda")
-    before = experiment.model.state_dict()["decoder.weight" if cls is ModArithmetic else "0.weight"].clone()
+    before = experiment.model.state_dict()["decoder.weight"].clone()
     result = train(experiment, hl.HookManager(["training_metrics", "stats"]))
     assert before.is_cuda
     assert 0 < result.loss < 10
-    assert not torch.equal(
-        before, experiment.model.state_dict()["decoder.weight" if cls is ModArithmetic else "0.weight"]
-    )
+    assert not torch.equal(before, experiment.model.state_dict()["decoder.weight"])
 
 
 @pytest.mark.slow
@@ -251,14 +245,6 @@ def test_mod_arithmetic_learns_by_heart_then_finds_the_rule():
     assert result.metrics["val_acc"] > 0.8  # chance is 1 in 59
 
 
-@pytest.mark.full
-def test_digits_are_learnt():
-    """As shipped; chance is 0.1."""
-    torch.manual_seed(199)
-    experiment = Digits()
-    assert hl.step_loop(experiment, steps=experiment.config.steps).metrics["val_acc"] > 0.95
-
-
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
 def test_what_cannot_be_is_told(cls):
     """A strategy that is none, and a split that leaves nothing."""
@@ -267,14 +253,6 @@ def test_what_cannot_be_is_told(cls):
     for fraction in (0.0, 1.0):
         with pytest.raises(hl.errors.OptionError, match="both training and validation need some"):
             cls(dataclasses.replace(SMALL[cls], train_fraction=fraction))
-
-
-def test_without_scikit_learn_digits_says_how_to_get_it(monkeypatch):
-    """The install line is in the error."""
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'hookline\[experiments\]'"):
-        Digits()
 
 
 def test_the_experiment_of_the_page_runs_from_a_file(tmp_path, monkeypatch):

@@ -17,9 +17,7 @@ from hookline.factories import read_export
 SPECS: dict[str, dict[str, Any]] = {
     "activation_stats": {"stats": ["mean", "absmax"]},
     "nan_alarm": {},
-    "log_shapes": {},
     "record_mean": {},
-    "moe_routing": {"top_k": 2},
     "export": {},
     "steer": {"vector": [1.0] * 8, "strength": 0.5, "positions": "last"},
 }
@@ -116,7 +114,7 @@ def test_compiled_and_eager_tell_the_same(when: str, mode: Any, observe: bool, t
     assert pairs == [(f"layers.{layer}", True) for layer in range(3)]
 
 
-@pytest.mark.parametrize("name", ["activation_stats", "nan_alarm", "log_shapes", "record_mean", "export"])
+@pytest.mark.parametrize("name", ["activation_stats", "nan_alarm", "record_mean", "export"])
 def test_plain_hooks_of_torch_end_the_graph_and_fire(name: str, tmp_path: Path) -> None:
     """Where another system has registered the hook, without hookline, the compiler stops at it and goes on behind."""
     hook = getattr(factories, name)({**SPECS[name], **({"folder": str(tmp_path)} if name == "export" else {})})

@@ -15,14 +15,12 @@ from hookline.factories import (
     alarm,
     exporting,
     means,
-    moe_statistics,
     probing,
-    shape_log,
     steering,
     streaming_stats,
 )
 
-FACTORIES = ("activation_stats", "export", "nan_alarm", "log_shapes", "steer", "record_mean", "probe", "moe_routing")
+FACTORIES = ("activation_stats", "export", "nan_alarm", "steer", "record_mean", "probe")
 NEEDED: dict[str, dict[str, Any]] = {
     "export": {"folder": "states"},
     "steer": {"vector": [1.0]},
@@ -46,9 +44,8 @@ def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> Non
     """The message names the factory, the key, the nearest option and all there are."""
     options = {
         "activation_stats": ("stat", "stats"), "export": ("foldr", "folder"),
-        "log_shapes": ("levle", "level"), "steer": ("strenth", "strength"), "record_mean": ("fiel", "file"),
+        "steer": ("strenth", "strength"), "record_mean": ("fiel", "file"),
         "probe": ("treshold", "threshold"),
-        "moe_routing": ("topk", "top_k"),
     }  # fmt: skip
     wrong, right = options[name]
     with pytest.raises(
@@ -63,8 +60,8 @@ def test_paths_in_options_are_listed(name: str) -> None:
     """A server that takes specs from others confines these."""
     made = {
         "activation_stats": streaming_stats.StatsOptions, "export": exporting.ExportOptions,
-        "nan_alarm": alarm.AlarmOptions, "log_shapes": shape_log.ShapeOptions, "steer": steering.SteerOptions,
-        "record_mean": means.MeanOptions, "probe": probing.ProbeOptions, "moe_routing": moe_statistics.MoeOptions,
+        "nan_alarm": alarm.AlarmOptions, "steer": steering.SteerOptions,
+        "record_mean": means.MeanOptions, "probe": probing.ProbeOptions,
     }  # fmt: skip
     paths = [key for key, kind in get_type_hints(made[name]).items() if Path in (kind, *get_args(kind))]
     assert factories.FILE_OPTIONS[name] == tuple(paths)
@@ -83,7 +80,6 @@ def test_paths_in_options_are_listed(name: str) -> None:
         ("export", {}, "export needs a folder"),
         ("export", {"folder": "x", "positions": "first"}, "positions is one of 'all', 'last'; got 'first'"),
         ("export", {"folder": "x", "max_bytes": -1}, "max_bytes is a whole number"),
-        ("log_shapes", {"level": "loud"}, "level is one of"),
         ("steer", {}, "takes a vector, or a file that has one, got none"),
         ("steer", {"vector": [1.0], "file": "a"}, "got both"),
         ("steer", {"vector": [1.0], "key": "a"}, "there is no file"),

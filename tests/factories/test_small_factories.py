@@ -1,4 +1,4 @@
-"""``nan_alarm``, ``log_shapes``, ``steer`` and ``record_mean``: what they say, and what they change."""
+"""``nan_alarm``, ``steer`` and ``record_mean``: what they say, and what they change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import log_shapes, nan_alarm, record_mean, serving, steer
+from hookline.factories import nan_alarm, record_mean, serving, steer
 from hookline.tree import main_tensor
 
 
@@ -50,25 +50,6 @@ def test_the_alarm_leaves_padding_alone(caplog: pytest.LogCaptureFixture) -> Non
         x[1, 2, 0] = torch.nan
         hook(module, (), x)
     assert len(caplog.records) == 1
-
-
-# -- log_shapes ----------------------------------------------------------------------------------------------
-
-
-def test_shapes_are_logged_once_for_each_set(caplog: pytest.LogCaptureFixture) -> None:
-    """A line for a new shape, dtype or structure of a module; none for a call."""
-    hook, module = log_shapes({}), nn.Identity()
-    with caplog.at_level("INFO", "hookline.factories"):
-        for _ in range(3):
-            hook(module, (), torch.ones(2, 3))
-            hook(module, (), (torch.ones(2, 3), torch.ones(1, dtype=torch.bfloat16), "x"))
-            hook(module, (), None)
-    assert caplog.messages == [
-        "Identity.0: output (2, 3) float32 cpu",
-        "Identity.0: output.0 (2, 3) float32 cpu, output.1 (1,) bfloat16 cpu",
-        "Identity.0: no tensors",
-    ]
-    assert hook.to_metrics() == {"Identity.0/shapes": 3.0}
 
 
 # -- steer ---------------------------------------------------------------------------------------------------

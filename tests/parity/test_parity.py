@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,6 +149,29 @@ def test_a_model_that_has_learned_hears_no_false_alarm_and_no_other_name(of_lear
             continue
         assert cause.name == name, plant
         assert cause.where.startswith(where)
+
+
+_BARE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    def find_spec(name, path=None, target=None):
+        missing = name.split(".")[0] in ("pydantic", "orjson", "rich", "tyro", "fastapi", "starlette", "uvicorn")
+        return None if missing else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import hookline as hl
+import helpers_parity as helpers
+helpers.llama(layers=2).save_pretrained("model")
+for engine in ("model", helpers.llama(layers=2)):
+    found = hl.parity(helpers.llama(layers=2), engine, helpers.prompts(2), new_tokens=4)
+    assert found.ok and found.layers, found
+"""
+
+
+def test_a_model_and_a_folder_need_torch_and_transformers_alone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _BARE], cwd=tmp_path, check=True)
 
 
 def test_nothing_of_the_trainer_is_changed() -> None:

@@ -306,6 +306,20 @@ def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made:
     assert bars["y"] == pytest.approx([8.25 - k for k in range(8)], rel=1e-4)
 
 
+def test_a_frequency_that_was_not_yet_told_is_a_gap_and_a_nan_is_not(visit: Visit, tmp_path: Path) -> None:
+    """Of two frequencies the second comes with the third report, and is NaN in the last."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for step in range(5):
+        late = {} if step < 2 else {"26": math.nan if step == 4 else 0.25}
+        log.append(Record({"fourier/freq_powers": {"2": 0.5, **late}}, 0, "POST_STEP", step))
+    log.close()
+    page = visit(write_report([tmp_path])).load()
+    powers, bad = drawn(page, "#grid-map")
+    assert powers["z"][0] == [0.5] * 5
+    assert powers["z"][1][:4] == ["gap", "gap", 0.25, 0.25]
+    assert bad["z"] == [["gap"] * 5, ["gap"] * 4 + [1]]
+
+
 @pytest.mark.slow
 def test_everything_that_can_be_chosen_is_reached_by_the_tab_key(visit: Visit, made: Path) -> None:
     """And has a name that a screen reader can say."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hookline.records.sink import Record, StepSeries
-from hookline.report.metric_series import Collector, LayerPlace, RunSeries, layer_places
+from hookline.report.metric_series import MISSING, Collector, LayerPlace, RunSeries, layer_places
 
 
 def _collected(*records: Record) -> RunSeries:
@@ -69,15 +69,16 @@ def test_lists_and_counts_become_grids_and_other_dictionaries_curves() -> None:
     counts = [{"zero": 4, "-3": 2, "10": 1}, {"-3": 5, "nonfinite": 1}]
     series = _collected(
         _record({"h/hist": counts[0], "h/list": [1, 2, 3], "h/parts": {"p": 1.0, "q": {"r": 2.0}}}, 0),
-        _record({"h/hist": counts[1], "h/list": [4, 5], "h/word": "ok"}, 1),
+        _record({"h/hist": counts[1], "h/list": [4, math.nan], "h/word": "ok"}, 1),
     )
     hist, plain = series.grids
     assert hist.counts
     assert hist.bins == ["zero", "-3", "10", "nonfinite"]
     assert hist.values.tolist() == [[4, 0], [2, 5], [1, 0], [0, 1]]
     assert not plain.counts
-    assert plain.values[:2].tolist() == [[1, 4], [2, 5]]
-    assert math.isnan(plain.values[2, 1])
+    assert plain.values[0].tolist() == [1, 4]
+    assert math.isnan(plain.values[1, 1])
+    assert plain.values[2, 1] == MISSING
     assert {curve.name for curve in series.curves} == {"h/parts/p", "h/parts/q/r"}
     assert series.words == {"h/word": "ok"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_folder_that_is_not_there_is_an_error_that_names_those_that_are(tmp_pa
     with pytest.raises(OptionError, match="at least one run"):
         write_report([])
     assert not (run / "report.html").exists()
+
+
+def test_a_loss_that_is_finite_has_no_perplexity_that_is_not(tmp_path: Path) -> None:
+    """It rises to 800, of which the perplexity is too large for a float: the loss is told, and no "NaN or Inf"."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for step, loss in enumerate([*[4.0] * 20, 800.0]):
+        values = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+        log.append(Record({f"training_metrics/{name}": value for name, value in values.items()}, 0, "POST_STEP", step))
+    log.close()
+    found = page.write_page(tmp_path).found
+    assert any("Loss spikes" in line for line in found)
+    assert not any("NaN or Inf" in line for line in found)
 
 
 def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import AT_THE_END, Gate, Settings
 
 LIMIT = 20_000
-SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:log_shapes"}
+SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:nan_alarm"}
 LAYERS = {"layers": ["model.layers.0"]}
 
 
@@ -144,7 +144,7 @@ def _deep(levels: int) -> dict[str, Any]:
 
 BAD_HOOKS = {
     "no factory": ({"target_modules": ["*"]}, 400, "hook_factory: Field required"),
-    "no modules": ({"hook_factory": "hookline.factories:log_shapes"}, 400, "target_modules: Field required"),
+    "no modules": ({"hook_factory": "hookline.factories:nan_alarm"}, 400, "target_modules: Field required"),
     "a list of specs": ([SPEC], 400, "is an object"),
     "a mistyped key": ({"hook_factory": "x:y", "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
     "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),

@@ -40,7 +40,7 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
         "--model", str(folder), "--served-model-name", "small", "--max-batch", "4", "--no-strict",
         "--server-args", _write(tmp_path / "args.json", {"enable_hooks": True, "tp_size": 1, "hooks": [
             {**EXPORT, "config": {"folder": str(states)}},
-            {"name": "typo", "target_modules": ["no.such.*"], "hook_factory": "hookline.factories:log_shapes"},
+            {"name": "typo", "target_modules": ["no.such.*"], "hook_factory": "hookline.factories:nan_alarm"},
         ]}),
         "--hooks", _write(tmp_path / "hooks.json", [{**SLOW, "config": {"seconds": 0.1}}, {
             **EXPORT, "name": "numbers", "hook_factory": "hookline.factories:activation_stats",

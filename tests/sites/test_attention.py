@@ -531,7 +531,7 @@ def test_edits_in_place_count(ids: Tensor) -> None:
 def test_specs_names_and_checks_know_the_parts(ids: Tensor) -> None:
     """A spec by role, a name as a cache has it; and what is left on is told."""
     model = Own()
-    spec = {"target_modules": ["role:z", "role:mlp.0"], "hook_factory": "hookline.factories:log_shapes"}
+    spec = {"target_modules": ["role:z", "role:mlp.0"], "hook_factory": "hookline.factories:nan_alarm"}
     with hl.register_hooks(model, [spec]) as handles:
         model(ids)
         names = [site.name for site in handles.report()[0].sites]

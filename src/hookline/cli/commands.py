@@ -1,4 +1,4 @@
-"""The commands that ask one question: ``hooks``, ``find``, ``doctor``, ``check``, ``schema``, ``report``, and so on.
+"""The commands that ask one question: ``hooks``, ``find``, ``doctor``, ``check``, ``report``, and so on.
 
 `main` calls the function of a command's name with its arguments; the dataclass before it has its flags and its help.
 Each imports what answers it when it is called. They attach and write nothing, but for pages, replays and ``new``.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import inspect
-import json
 import keyword
 import re
 import shlex
@@ -17,12 +16,12 @@ import sys
 import time
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from hookline.cli.main import DONE, FAILED
+from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
 from hookline.cli.screen import messages, print_table, shell_text, tell, tell_found, tell_json, tell_plan
 from hookline.errors import HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path, load_object, without_arguments
@@ -32,6 +31,7 @@ from hookline.runs.flags import Show, parse
 from hookline.runs.folder import LOG, read_run_json, run_folder
 
 if TYPE_CHECKING:
+    from hookline.debug.audit.audit import Audit
     from hookline.report.report_page import WrittenPage
     from hookline.runs.documents import Places
     from hookline.runs.flags import KeyPath
@@ -245,6 +245,95 @@ def doctor(arguments: Sequence[str]) -> int:
     return FAILED if found.problems else DONE
 
 
+# -- audit: which hook changes a run ----------------------------------------------------------------------------
+
+
+_OF_AUDITS: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE, "cannot be told": NOT_ATTACHED}
+
+
+@dataclass
+class AuditOptions:
+    """Train with and without hooks, compare bit for bit after every step, and name the hook that changes the run.
+
+    Exit codes: 0 the same to the last bit, 1 a hook changes the run, 2 the training does not repeat by itself, 3 it
+    cannot be told, as a hook did not fire.
+
+    Examples:
+      hookline audit my_run.yaml                                    # the hooks of a run file
+      hookline audit mod_arithmetic --hooks norms hessian --steps 50
+      hookline audit --train my_file.py:train --hooks wandb:watch --json
+    """
+
+    run: Annotated[str | None, Show("RUNFILE", is_word=True)] = None
+    """A run file, or an experiment: its name, or path/file.py:Class."""
+    train: Annotated[str | None, Show("FILE:FUNCTION")] = None
+    """A function that trains, in place of a run file: without arguments, or with the list of hooks as the only one."""
+    hooks: Annotated[tuple[str, ...], Show("HOOK")] = ()
+    """Names of hooks or groups. For --train also FILE:NAME of a function of the model, or of one without arguments that
+    makes a context manager."""
+    steps: Annotated[int, Show("N")] = 20
+    """After how many steps a training is stopped."""
+    json: bool = False
+    """Print JSON."""
+
+
+def audit(arguments: Sequence[str]) -> int:
+    """Print the audit, and return the exit code."""
+    options = parse(AuditOptions, arguments, "audit")
+    # What the training prints is not the answer.
+    with messages(), contextlib.redirect_stdout(sys.stderr):
+        found = _audited(options)
+    tell_found("audit", found.to_dict(), found, as_json=options.json)
+    return _OF_AUDITS[found.verdict]
+
+
+def _audited(options: AuditOptions) -> Audit:
+    from hookline.debug.audit.audit import audit as audit_training
+
+    if (options.run is None) is (options.train is None):
+        raise OptionError("hookline audit takes one training: a run file or an experiment, or --train FILE:FUNCTION.")
+    if options.run is not None:
+        return _audited_run(options.run, options.hooks, options.steps)
+    if not options.hooks:
+        raise OptionError("hookline audit needs hooks for this training: --hooks NAME, or --hooks FILE:NAME.")
+    train = load_object(str(options.train), wanted="a function that trains")
+    hooks = [load_object(name, wanted="a hook") if ":" in name else name for name in options.hooks]
+    return audit_training(train, hooks, steps=options.steps)
+
+
+def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
+    """Audit the hooks of a run file, or of an experiment; ``hooks`` are taken in place of those the file names."""
+    from hookline.debug.audit.audit import audit as audit_training
+    from hookline.debug.audit.train_once import did_nothing
+    from hookline.runs.build import build, spec_name
+    from hookline.runs.find import make_experiment, process_settings
+    from hookline.runs.read import read
+
+    run, found, *_ = read([path, *(["--hooks", *hooks] if hooks else [])])
+    built = build(run, found)
+    specs = {spec_name(spec, place): spec for place, spec in enumerate(built.specs)}
+    if found is None:
+        raise OptionError(f"{path} runs a script; put its training into a function, for --train FILE:FUNCTION.")
+    strategy = found.chosen(run.strategy)[0]
+    silent: dict[str, bool] = {}
+
+    def train(names: Sequence[str]) -> None:
+        """Train from the seed, with the hooks of these names alone; note which of them did nothing."""
+        made, some = make_experiment(run, found, strategy), build(run, found, only=names)
+        with some.attached(made):
+            manager = some.make_manager(loop_type=made.loop, on_error="raise") if some.hooks else None
+            try:
+                made.train(manager, {"strategy": strategy})
+            finally:
+                if manager is not None:
+                    silent.update({name: did_nothing(manager, name) for name in manager.hooks})
+                    manager.close()
+
+    with process_settings(deterministic=run.determinism, matmul_precision=run.matmul_precision):
+        audited = audit_training(train, [*(hook.name for hook in built.hooks), *specs], steps=steps)
+    return replace(audited, silent=tuple(name for name, nothing in silent.items() if nothing))
+
+
 # -- check: a run file, a list of hook specs, the settings of a server -----------------------------------------
 
 
@@ -349,47 +438,6 @@ def spec_row(spec: HookSpec, model: Any) -> dict[str, Any]:
         sites = find_sites(model, spec)
         matches = "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
     return {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
-
-
-# -- schema: what may be in a file -----------------------------------------------------------------------------
-
-
-_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-
-
-@dataclass
-class SchemaOptions:
-    """Print the JSON schema of a file that hookline reads, for editors.
-
-    Examples:
-      hookline schema > run.schema.json
-      hookline schema server > server.schema.json     # in server.json: "$schema": "server.schema.json"
-    """
-
-    file: Annotated[Literal["run", "hooks", "server"], Show("[run|hooks|server]", is_word=True)] = "run"
-    """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
-
-
-def schema(arguments: Sequence[str]) -> int:
-    """Print the schema."""
-    options = parse(SchemaOptions, arguments, "schema")
-    tell(json.dumps(schema_of(options.file), indent=2))
-    return DONE
-
-
-def schema_of(what: str) -> dict[str, Any]:
-    """Return the schema of a run file ("run"), a list of hooks on modules ("hooks") or a server's settings."""
-    from pydantic import TypeAdapter
-
-    from hookline.runs.documents import ServerFile
-    from hookline.runs.run import Run
-    from hookline.specs.hook_spec import HookSpec
-
-    kinds: dict[str, Any] = {"run": Run, "hooks": list[HookSpec], "server": ServerFile}
-    found = {"$schema": _DIALECT, **TypeAdapter(kinds[what]).json_schema()}
-    if what == "run":
-        found["properties"]["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
-    return found
 
 
 # -- report: the page of runs ----------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ COMMANDS: Final = {
     "doctor": "say who hooks what in a model, and where no hook would fire",
     "audit": "train with and without hooks, and say which hook changes the run",
     "check": "check a run file, or a file of hooks",
-    "schema": "print the JSON schema of such files, for editors",
     "serve": "serve a model over HTTP, with hooks",
     "report": "make the HTML page of one or more runs",
     "compare": "find where two traced runs part, and whether that is rounding",
@@ -36,7 +35,7 @@ COMMANDS: Final = {
     "new": "write a file to start from: experiment, hook or sink",
 }
 """What each command does: a function of its name takes the arguments."""
-_OWN_FILES: Final = ("run", "audit", "parity", "serve")
+_OWN_FILES: Final = ("run", "parity", "serve")
 """Commands with a module of their name; the others are in ``commands``."""
 
 _HELP: Final = """\

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.main import DONE
-from hookline.cli.screen import Screen, messages, tell_json, tell_plan
+from hookline.cli.screen import Screen, messages, tell_plan
+from hookline.errors import OptionError
 from hookline.plain import to_plain
 from hookline.runs.find import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.folder import LOG, model_facts, newest_run, next_folder, read_run_json
@@ -35,22 +35,19 @@ def run(arguments: Sequence[str]) -> int:
         asked = read(arguments)
         if asked.how.hooks_list or asked.how.hooks_describe is not None:
             return _show_hooks(asked)
+        if asked.how.json and not asked.how.dry_run:
+            raise OptionError("--json goes with --dry-run; what a run found is in run.json, in its folder.")
         if asked.run.command:
             from hookline.cli.script import run_script
 
             return run_script(asked)
         if asked.how.dry_run:
             return _dry_run(asked) if is_first_rank() else DONE
-        as_json = asked.how.json
         with (
             process_settings(deterministic=asked.run.determinism, matmul_precision=asked.run.matmul_precision),
             rank_group(device_of(local_device(asked.run.device))),
-            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
         ):
-            code, told = _train(asked, arguments)
-        if as_json and is_first_rank():
-            tell_json("run", told)
-        return code
+            return _train(asked, arguments)
 
 
 def _show_hooks(asked: Asked) -> int:
@@ -62,17 +59,16 @@ def _show_hooks(asked: Asked) -> int:
     return show_hooks(None if asked.how.hooks_list else asked.how.hooks_describe, as_json=asked.how.json)
 
 
-def _train(asked: Asked, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Train each strategy, and say what came of it; return the exit code, and what ``--json`` prints."""
+def _train(asked: Asked, arguments: Sequence[str]) -> int:
+    """Train each strategy, and say what came of it; return the exit code."""
     from hookline.runs.session import Session  # and torch, which help does not need
 
     run, found = asked.run, asked.found
     assert found is not None
-    screen = Screen(run, found.live_metrics, quiet=asked.how.json or not is_first_rank())
+    screen = Screen(run, found.live_metrics, quiet=not is_first_rank())
     session = Session(asked, screen, ["hookline", "run", *arguments])
     has_page = bool(run.report and session.hooks and is_first_rank())
     strategies, folders = found.chosen(run.strategy), []
-    told: dict[str, Any] = {"experiment": found.name, "runs": [], "comparison": None}
     for strategy in strategies:
         if len(strategies) > 1:
             screen.say(f"{found.name}: {strategy}")
@@ -80,7 +76,6 @@ def _train(asked: Asked, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]
         folders.append(ended.folder)
         findings = write_page([ended.folder]) if has_page else None
         files = files_of(run, ended.folder, strategy, has_page=findings is not None)
-        told["runs"].append(_plain(strategy, ended, files))
         lines = [] if ended.profiler is None else [str(ended.profiler)]
         lines.append(f"{found.name}/{strategy} {ended.status}: {_figures(ended)}")
         lines += [f"  {label:<13}{path}" for label, path in files.items()]
@@ -88,12 +83,11 @@ def _train(asked: Asked, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]
             screen.say(line)
         if ended.interrupted is not None:
             screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {_resuming(run, found.path)}")
-            return _STOPPED.get(ended.interrupted, 1), told
+            return _STOPPED.get(ended.interrupted, 1)
     page = folders[0].parent / "comparison.html"
     if len(folders) > 1 and has_page and write_page(folders, page) is not None:
         screen.say(f"  {'comparison':<13}{page}")
-        told["comparison"] = str(page)
-    return DONE, told
+    return DONE
 
 
 def _resuming(run: Run, experiment: str) -> str:
@@ -101,21 +95,6 @@ def _resuming(run: Run, experiment: str) -> str:
     where = [] if run.strategy is None else ["--strategy", run.strategy]
     where += ["--output-dir", run.output_dir] if "output_dir" in run.model_fields_set else []
     return shlex.join(["hookline", "run", experiment, *where, "--resume"])
-
-
-def _plain(strategy: str, ended: Ended, files: dict[str, Path]) -> dict[str, Any]:
-    profiled = {} if ended.profiler is None else ended.profiler.report()
-    return {
-        "strategy": strategy,
-        "status": ended.status,
-        "folder": str(ended.folder),
-        "files": to_plain(files),
-        "steps": ended.result.steps,
-        "seconds": ended.seconds,
-        "loss": to_plain(ended.result.loss),
-        "metrics": to_plain(ended.result.metrics),
-        "profile": [{"section": name, **times} for name, times in profiled.items()],
-    }
 
 
 def _figures(ended: Ended) -> str:

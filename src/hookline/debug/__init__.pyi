@@ -22,8 +22,6 @@ from hookline.debug.compare.served import trace_outputs as trace_outputs
 from hookline.debug.compare.trace import Trace as Trace
 from hookline.debug.compare.trace_files import TraceFolder as TraceFolder
 from hookline.debug.compare.trace_files import read_trace as read_trace
-from hookline.debug.diagnose.autograd_graph import AutogradGraph as AutogradGraph
-from hookline.debug.diagnose.autograd_graph import graph as graph
 from hookline.debug.diagnose.doctor import Diagnosis as Diagnosis
 from hookline.debug.diagnose.doctor import FoundHook as FoundHook
 from hookline.debug.diagnose.doctor import SilentSite as SilentSite
@@ -39,12 +37,8 @@ from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRec
 from hookline.debug.first_bad.flight_recorder import read_flight as read_flight
 from hookline.debug.first_bad.replay_check import Replay as Replay
 from hookline.debug.first_bad.replay_check import replay_check as replay_check
-from hookline.debug.first_bad.triggers import TriggeredHooks as TriggeredHooks
-from hookline.debug.first_bad.triggers import on_trigger as on_trigger
 from hookline.debug.parity.callback import ParityCallback as ParityCallback
 from hookline.debug.parity.result import Parity as Parity
-from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
-from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.debug.precision.precision_record import PrecisionConfig as PrecisionConfig
 from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord

@@ -16,11 +16,9 @@ FILE_OPTIONS: dict[str, tuple[str, ...]] = {
     "activation_stats": ("file",),
     "export": ("folder",),
     "nan_alarm": (),
-    "log_shapes": (),
     "steer": ("file",),
     "replace_rows": ("file",),
     "probe": ("file",),
-    "moe_routing": (),
     "record_mean": ("file",),
 }
 """Which keys of each factory's config are paths: a server that takes specs from strangers limits where they point."""

@@ -7,14 +7,12 @@ from hookline.factories.export_run import ExportedRun as ExportedRun
 from hookline.factories.export_run import export_activations as export_activations
 from hookline.factories.exporting import export as export
 from hookline.factories.means import record_mean as record_mean
-from hookline.factories.moe_statistics import moe_routing as moe_routing
 from hookline.factories.probe_heads import ProbeHead as ProbeHead
 from hookline.factories.probe_heads import train_probe as train_probe
 from hookline.factories.probing import probe as probe
 from hookline.factories.replacing import replace_rows as replace_rows
 from hookline.factories.replacing import stream_of as stream_of
 from hookline.factories.replacing import with_stream as with_stream
-from hookline.factories.shape_log import log_shapes as log_shapes
 from hookline.factories.steering import steer as steer
 from hookline.factories.streaming_stats import activation_stats as activation_stats
 from hookline.observe.tokens import Tokens as Tokens

@@ -246,7 +246,7 @@ def _path(hook: type | str | EntryPoint | None) -> str:
     return hook if isinstance(hook, str) else "" if hook is None else hook.value
 
 
-def points_in_any_loop(hook: type[TrainingHook] | TrainingHook) -> frozenset[HookPoint]:
+def _points_in_any_loop(hook: type[TrainingHook] | TrainingHook) -> frozenset[HookPoint]:
     """Return the points of a hook in any loop; those that each object works out for itself are not known here."""
     by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
     declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
@@ -258,7 +258,7 @@ def _info(hook: type[TrainingHook]) -> dict[str, Any]:
         "kind": "intervention" if issubclass(hook, InterventionHook) else "observer",
         "description": hook.description or (hook.__doc__ or "").strip().partition("\n")[0],
         "debug": hook.debug,
-        "hook_points": sorted(point.name for point in points_in_any_loop(hook)),
+        "hook_points": sorted(point.name for point in _points_in_any_loop(hook)),
         "needs": [name for name in dir(hook) if name.startswith("needs_") and getattr(hook, name)],
     }
 

@@ -982,7 +982,7 @@ def failure_text(name: str, what: str, why: str) -> str:
 def replay(run: str | Path, sink: Any, *, context: Mapping[str, Any] | None = None) -> int:
     """Give ``sink`` everything that is in a log, in order, then close it; return how many records there were.
 
-    Recipe: ``hookline.records.replay("runs/digits/default", hookline.sinks.TensorBoardSink("events"))``.
+    Recipe: ``hookline.records.replay("runs/parity/default", hookline.sinks.TensorBoardSink("events"))``.
 
     The sink runs in this process, and what it raises is raised. Its context has ``replay=True`` besides.
 

@@ -1,6 +1,8 @@
 // The numbers: unpacked from the page, and what is computed from them. Nothing here touches what is shown.
 // Packer in report_page.py writes what unpack() reads; the two change together.
 
+const MISSING = -3.4028234663852886e38; // no value, in metric_series.py too
+
 /** The bytes in an element's text, which is base64. */
 function bytesIn(id) {
   const text = document.getElementById(id).textContent;
@@ -35,7 +37,8 @@ async function unpack(packed) {
       grid.steps = steps[grid.steps];
       grid.rows = grid.bins.map((_, row) => {
         const at = grid.at + row * grid.steps.length;
-        return floats.subarray(at, at + grid.steps.length);
+        const cells = floats.subarray(at, at + grid.steps.length);
+        return cells.includes(MISSING) ? Array.from(cells, (value) => (value === MISSING ? null : value)) : cells;
       });
     }
     run.byName = new Map(run.curves.map((curve) => [curve.name, curve]));

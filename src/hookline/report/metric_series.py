@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from hookline.records.sink import Record, StepSeries
 
 __all__ = [
-    "KINDS", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float", "layer_places",
-    "newest_points", "shown_names",
+    "KINDS", "MISSING", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float",
+    "layer_places", "newest_points", "shown_names",
 ]  # fmt: skip
 
 Steps = NDArray[np.int64]
@@ -29,6 +29,8 @@ _MAX_BINS: Final = 256
 """Of longer lists every n-th entry is shown; a screen has no more rows for them."""
 _OF_THE_LOOP: Final = ("train/", "eval/")
 """The first part of metrics that the loop itself records."""
+MISSING: Final = -float(np.finfo(np.float32).max)
+"""Stands for no value in a grid: NaN is one, which a page shows as such. ``data.js`` has the same number."""
 _MAX_ANCHORS: Final = 1000
 """Between so many moments, the time and epoch of a step are interpolated."""
 KINDS: Final = ("forward", "backward", "param", "param_grad")
@@ -68,7 +70,7 @@ class Grid:
     counts: bool
     """Whether the numbers are counts, so that their shares mean something."""
     values: Values
-    """(bins, steps); NaN where a list was shorter, or a key was missing from what is no count."""
+    """(bins, steps); `MISSING` where a list was shorter, or a key was missing from what is no count."""
     by_key: bool = False
     """Whether the rows are keys of a dictionary; else they are places in a list."""
 
@@ -274,7 +276,7 @@ def _grids(name: str, steps: list[int], rows: list[Any]) -> Iterable[Grid]:
             at, chosen = newest_points([step for step, _ in picked])
             found = [row for _, row in picked]
             counts = by_key and _are_counts(found)
-            bins, values = _key_rows(found, 0.0 if counts else np.nan) if by_key else _list_rows(found)
+            bins, values = _key_rows(found, 0.0 if counts else MISSING) if by_key else _list_rows(found)
             yield Grid(name, at, bins, counts, values[:, chosen], by_key)
 
 
@@ -285,7 +287,7 @@ def _are_counts(rows: list[Mapping[str, Any]]) -> bool:
 
 def _list_rows(rows: list[list[float]]) -> tuple[list[str], Values]:
     longest = max(map(len, rows))
-    values = np.full((longest, len(rows)), np.nan)
+    values = np.full((longest, len(rows)), MISSING)
     for column, row in enumerate(rows):
         values[: len(row), column] = [as_float(item) for item in row]
     every = -(-longest // _MAX_BINS)

@@ -1,7 +1,7 @@
 """Find values that leave what the curve was just before: spikes of a loss, sudden rises, falls of an accuracy.
 
-`anomalies` calls these with one curve each; the flight recorder and triggers of ``hookline.debug`` ask `LossHistory`,
-which judges the newest loss by the same rule. Everything is compared with recent values of the same curve, so a rule
+`anomalies` calls these with one curve each; the flight recorder of ``hookline.debug`` asks `LossHistory`, which
+judges the newest loss by the same rule. Everything is compared with recent values of the same curve, so a rule
 means the same for a loss of 4 and for one of 0.004. Each threshold is the larger of what matters and six times the
 curve's own noise; noise is measured on the differences of neighbours, so that a trend does not count as noise.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,12 +208,3 @@ class LossHistory:
             return False  # no rise over any level; to find all rises takes thirty times as long
         curve = Curve("loss", np.arange(values.size), values)
         return any(event.step == values.size - 1 for event in loss_spikes(curve, float(np.median(self._first))))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know."""
-        return {"losses": list(self._losses), "first": list(self._first)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
-        self._losses = deque(state["losses"], maxlen=2 * _LOSS_WINDOW)
-        self._first = list(state["first"])

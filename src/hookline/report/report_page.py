@@ -187,12 +187,16 @@ def judge(run: RunData[Collector]) -> JudgedRun:
 
 
 def _with_meaning(curves: Sequence[Curve]) -> Iterator[Curve]:
-    """Yield all curves but the perplexity of a loss that is no cross entropy: of a square error of 500 it is 1e217."""
+    """Yield all curves but the perplexity of a loss that is no cross entropy, or has risen so far that it is infinite.
+
+    Of a square error of 500 it is 1e217, and of a loss of 710 too large for a float: no reader wants to know either.
+    """
     by_name = {curve.name: curve for curve in curves}
     for curve in curves:
         base, _, name = curve.name.rpartition("/")
         loss = by_name.get(f"{base}/loss") if name == "perplexity" else None
-        if loss is None or may_be_cross_entropy(loss):
+        is_known = loss is None or np.isfinite(loss.values).sum() <= np.isfinite(curve.values).sum()
+        if is_known and (loss is None or may_be_cross_entropy(loss)):
             yield curve
 
 

@@ -20,7 +20,7 @@ from hookline.errors import ConfigError, HookNameError, OptionError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
+from hookline.lifecycle.registry import HookRegistry
 from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
 from hookline.plain import own_copy
@@ -99,9 +99,6 @@ def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[st
     config = _arguments(run, found, chosen)
     with kept_rng():
         hooks = HookRegistry.create(chosen, config)
-        for hook in hooks:
-            if hook.name in run.hooks.schedules:
-                hook.step_schedule = run.hooks.schedules[hook.name]
     kept = [spec for place, spec in enumerate(specs) if only is None or spec_name(spec, place) in only]
     options = {
         "offload_state": run.hooks.offload_state,
@@ -199,17 +196,6 @@ def check_is_on(hook: str, hooks: Sequence[str] | None) -> None:
         raise OptionError(
             f"this would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); add "
             f"it: --hooks {hook}."
-        )
-
-
-def check_schedule(hook: str, hooks: Sequence[str] | None) -> None:
-    """Raise if a schedule of steps has no effect on a hook."""
-    check_is_on(hook, hooks)
-    points = points_in_any_loop(HookRegistry.get(hook))
-    if points and not any(point.is_step for point in points):
-        listed = ", ".join(sorted(point.name for point in points))
-        raise ConfigError(
-            f"this schedule would have no effect: {hook} fires at {listed}, and a schedule is about steps."
         )
 
 

@@ -388,13 +388,6 @@ class ServerFile(BaseModel):
     """The same, attached in any case."""
 
 
-class _RunFile(ServerFile):
-    """A run file, whose hooks are names."""
-
-    hooks: Any = None
-    specs: list[Spec] | None = None
-
-
 def specs_of_file(path: str | Path) -> list[dict[str, Any]]:
     """Return the specs of a file of hooks, as it has them; log if there are none."""
     document = read_document(path)
@@ -412,7 +405,7 @@ def specs_of_file(path: str | Path) -> list[dict[str, Any]]:
 def placed_specs(document: Document, *, is_server: bool, even_off: bool = False) -> dict[KeyPath, HookSpec]:
     """Return the hooks on modules of a file that is there for them, by the path to each.
 
-    ``hooks`` and ``specs`` count unless ``enable_hooks`` is false: the file was asked for by name.
+    ``hooks`` count unless ``enable_hooks`` is false: the file was asked for by name.
 
     Args:
         document: The file.
@@ -422,10 +415,9 @@ def placed_specs(document: Document, *, is_server: bool, even_off: bool = False)
     if isinstance(document.values, list):
         listed = validated(list[Spec], document.values, document, is_server=is_server)
         return {(number,): spec for number, spec in enumerate(listed)}
-    kind, key = (ServerFile, "hooks") if "specs" not in (document.values or ()) else (_RunFile, "specs")
-    settings = _validated_server(document, kind, is_server=is_server)
+    settings = _validated_server(document, is_server=is_server)
     is_off = settings.enable_hooks is False and not even_off
-    lists = {key: () if is_off else getattr(settings, key), "forward_hooks": settings.forward_hooks}
+    lists = {"hooks": () if is_off else settings.hooks, "forward_hooks": settings.forward_hooks}
     return {(key, number): spec for key, specs in lists.items() for number, spec in enumerate(specs or ())}
 
 
@@ -445,9 +437,9 @@ def is_server_file(values: Any) -> bool:
 
 def server_settings(document: Document) -> dict[str, Any]:
     """Return the settings of a server, their hooks checked; other keys are as they are."""
-    _validated_server(document, ServerFile, is_server=True)
-    return {key: value for key, value in document.values.items() if key != "$schema"}
+    _validated_server(document, is_server=True)
+    return dict(document.values)
 
 
-def _validated_server(document: Document, kind: type[ServerFile], *, is_server: bool) -> Any:
-    return validated(kind, document.settings("enable_hooks, hooks"), document, is_server=is_server)
+def _validated_server(document: Document, *, is_server: bool) -> Any:
+    return validated(ServerFile, document.settings("enable_hooks, hooks"), document, is_server=is_server)

@@ -28,11 +28,8 @@ from hookline.messages import unknown_name_text
 from hookline.runs.flags import KeyPath, declared
 from hookline.runs.run import Run, run_flags_by_name
 
-EMBEDDED: Final = {
-    "mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic",
-    "digits": "hookline.training.digits:Digits",
-}
-"""The experiments that come with hookline, each one short file to read and to begin from, by name."""
+EMBEDDED: Final = {"mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic"}
+"""The experiment that comes with hookline, one short file to read and to begin from, by its name."""
 
 _LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed")
 """Programs that start scripts, also where they are not on the PATH."""

@@ -42,7 +42,7 @@ Examples:
 _EXPERIMENT: Final = Option(
     "experiment",
     str,
-    "A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class, or a run file "
+    "A name (mod_arithmetic), path/file.py:Class, file.py:function, package.module:Class, or a run file "
     "(.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py.",
     None,
     Show("EXPERIMENT | -- COMMAND", is_word=True, group="Arguments"),
@@ -80,8 +80,7 @@ class How:
     dry_run: bool = False
     """Print the plan (which hook when, which files), and leave."""
     json: bool = False
-    """Print as JSON what is said at the end, what --profile-hooks measured among it, or the plan of --dry-run. Nothing
-    else goes to the standard output."""
+    """Print the plan of --dry-run, or what --hooks-list and --hooks-describe say, as JSON."""
     hooks_list: bool = False
     """List all hooks, and leave."""
     hooks_describe: Annotated[tuple[str, ...] | None, Show("[HOOK ...]")] = None
@@ -206,7 +205,7 @@ def _script(command: Sequence[str], flags: Values, how: How, sources: Sequence[S
         second = f"the experiment {named!r}" if named else "the command of the run file"
         raise OptionError(f"Two things were asked to run: a command, and {second}. Next: leave one of them out.")
     wrong = [flag_of((key,)) for key in flags if key not in _OF_SCRIPTS]
-    wrong += [f"--{name}" for name in ("resume", "force", "json") if getattr(how, name)]
+    wrong += [f"--{name}" for name in ("resume", "force") if getattr(how, name)]
     wrong += ["--console"] if flags.get("console") not in (None, "silent", "none") else []
     if wrong:
         raise OptionError(
@@ -364,7 +363,7 @@ def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, li
         what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
         return None, [((), f"{file.path} does not say what to run: {what}.")]
     raise OptionError(
-        f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
+        f"hookline run needs an experiment: {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
         "script, behind --: hookline run --hooks norms -- python train.py."
     )
 

@@ -28,8 +28,6 @@ from pydantic import (
 
 from hookline.runs.documents import Places, Spec, collected
 from hookline.runs.flags import Option, Show, options_of_model
-from hookline.specs.hook_spec import HookSpec
-from hookline.when import StepSchedule
 
 _LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
@@ -95,14 +93,7 @@ class _Part(BaseModel):
     def _null_is_nothing(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {key: value for key, value in values.items() if value is not None and key != "$schema"}
-
-
-def _with_mode(given: Any) -> Any:
-    """Return a schedule with the mode that it has by what else is given, if it says none."""
-    if not isinstance(given, Mapping) or "mode" in given:
-        return given
-    return {"mode": "burst" if "burst_length" in given else "stride" if "stride" in given else "continual", **given}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class Hooks(_Part):
@@ -116,8 +107,6 @@ class Hooks(_Part):
     """More hooks: by name, from a file (file.py:Class), or all of a kind. training_metrics is always among them."""
     config: Annotated[dict[str, dict[str, Any]], _hook_flag("hook_config", "HOOK.PARAM=VALUE ...")] = {}
     """Arguments of hooks, typed as the hook declares them: hessian.epsilon=1e-3 stats.targets=a,b x.flag=true."""
-    schedules: dict[str, Annotated[StepSchedule, BeforeValidator(_with_mode)]] = {}
-    """At which steps hooks are due that fire at steps, by name."""
     offload_state: Annotated[bool, _hook_flag("hook_offload_state")] = False
     """Keep the tensors of hooks on the CPU while they do not run."""
     on_error: Annotated[Literal["raise", "warn", "disable"], _hook_flag("on_hook_error")] = "raise"
@@ -151,16 +140,6 @@ class Hooks(_Part):
 
             found = faults.each(config, typed)
         return found
-
-    @field_validator("schedules")
-    @classmethod
-    def _has_effect(cls, schedules: dict[str, StepSchedule], info: ValidationInfo) -> dict[str, StepSchedule]:
-        from hookline.runs.build import check_schedule
-
-        hooks = cls._chosen(info)
-        with collected() as faults:
-            faults.each(schedules, lambda hook, _: check_schedule(hook, hooks))
-        return schedules
 
     @property
     def says_on_error(self) -> bool:
@@ -226,7 +205,7 @@ class Sinks(_Part):
     prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), _sink_flag("hook_prometheus", "PORT")] = None
     """A page of the newest values on a port of this machine; 0: one that is free."""
     others: Annotated[
-        list[Annotated[Sink, BeforeValidator(_as_sink, json_schema_input_type=Sink | str)]],
+        list[Annotated[Sink, BeforeValidator(_as_sink)]],
         _sink_flag("hook_sink", "NAME|PKG.MOD:CLASS ..."),
     ] = []
     """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
@@ -266,13 +245,13 @@ class Run(_Part):
 
     Recipe::
 
-        run = Run(experiment="digits", hooks={"names": ["norms"]}, sinks={"csv": True})
+        run = Run(experiment="mod_arithmetic", hooks={"names": ["norms"]}, sinks={"csv": True})
         built = build(run)  # hooks, sinks, specs, manager
     """
 
     experiment: str | None = None
-    """A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class."""
-    command: Annotated[list[str], BeforeValidator(_words, json_schema_input_type=list[str] | str)] = []
+    """A name (mod_arithmetic), path/file.py:Class, file.py:function, package.module:Class."""
+    command: Annotated[list[str], BeforeValidator(_words)] = []
     """In place of an experiment, what starts a script: python train.py --lr 1e-3."""
     strategy: Annotated[str | None, Show("NAME|all", group=_TRAINING)] = None
     """Which of the experiment's strategies; all: one after the other, each in a folder of its own. The first if left
@@ -301,9 +280,7 @@ class Run(_Part):
     """How exactly a GPU multiplies float32 matrices."""
     threads: Annotated[int | None, Field(ge=1), Show("N", group=_TRAINING)] = None
     """Threads of torch on the CPU. If left out: those of the run that is resumed, or torch's own number."""
-    hooks: Annotated[Hooks, BeforeValidator(_one_list, json_schema_input_type=Hooks | list[str] | list[HookSpec])] = (
-        Field(default_factory=Hooks)
-    )
+    hooks: Annotated[Hooks, BeforeValidator(_one_list)] = Field(default_factory=Hooks)
     """Lifecycle hooks, and how they are made; or a list of their names."""
     specs: list[Spec] = []
     """Hooks on modules, see `HookSpec`."""

@@ -7,7 +7,6 @@ modules, folder, threads, manager, training, ``run.json``.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from hookline import checkpoint_file
-from hookline.errors import HooklineWarning, OptionError, ResumeError
+from hookline.errors import OptionError, ResumeError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.log import FanOut
@@ -110,7 +109,6 @@ class Session:
     def _make_sinks(self, made: RunExperiment) -> list[Any]:
         """Return the sinks of a strategy; without hooks there are none."""
         if not self.hooks:
-            self._warn_of_unused()
             self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
         if not self.hooks or not is_first_rank():  # some sinks begin a run somewhere when they are made
             return []
@@ -128,18 +126,6 @@ class Session:
         if change:
             self._shown.say(change)
         return threads
-
-    def _warn_of_unused(self) -> None:
-        """Warn of sinks that were asked for, and get nothing."""
-        sinks = self._run.sinks
-        flags = [f"--hook-{name}" for name in sinks.chosen()] + [other.sink for other in sinks.others]
-        if flags:
-            warnings.warn(
-                f"{', '.join(flags)} will write nothing: no hooks are on, so there are no metrics. Next: turn some on, "
-                "--hooks norms or --with-hooks GROUP.",
-                HooklineWarning,
-                stacklevel=2,
-            )
 
     def _facts(self, made: RunExperiment, strategy: str, threads: int) -> dict[str, Any]:
         """Return what is known of the run before it begins."""

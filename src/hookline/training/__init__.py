@@ -1,4 +1,4 @@
-"""Train an experiment, save it, resume it: loops, checkpoints, the embedded experiments."""
+"""Train an experiment, save it, resume it: loops, checkpoints, the embedded experiment."""
 
 from __future__ import annotations
 

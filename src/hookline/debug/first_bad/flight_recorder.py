@@ -6,29 +6,22 @@ repeated blocks of the model, and writes by `write_flight`.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
 import math
-import random
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import describe_batch
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
 from hookline.files import replace_file
-from hookline.guard.rng import cuda_states, run_numpy_state, set_cuda_states, set_numpy_state, set_state
 from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.monitor import StepListener, StepRows, listen
 from hookline.observe.watch.row import BAD, COUNT, FIRES, SQUARES, SUM
@@ -44,7 +37,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
 
-__all__ = ["Flight", "FlightRecorder", "Streams", "read_flight"]
+__all__ = ["Flight", "FlightRecorder", "read_flight"]
 
 logger = logging.getLogger("hookline.debug.flight_recorder")
 
@@ -60,7 +53,7 @@ class FlightRecorder(TrainingHook):
                 train_step(batch)
         print(hookline.debug.read_flight("flight.json"))
 
-    A step leaves its loss, learning rate, batch, random streams, and mean, norm and NaN of what the blocks of the model
+    A step leaves its loss, learning rate, batch, and mean, norm and NaN of what the blocks of the model
     return and of its gradients. Nothing waits for the device. The report of the run shows the file as "the minutes
     before".
 
@@ -86,8 +79,6 @@ class FlightRecorder(TrainingHook):
         self._target = target
         self._steps: deque[_FlightStep] = deque(maxlen=keep)
         self._listener: StepListener | None = None
-        self._streams: Streams
-        """How the step under way began."""
         self._wraps = False
         self._handled: BaseException | None = None
         """What was being handled when the run began: no error of the run."""
@@ -121,7 +112,7 @@ class FlightRecorder(TrainingHook):
     def start(self, model: nn.Module) -> None:
         """Begin to record; a model that cannot be watched is no reason to end a run."""
         target = blocks_of(model) if self._target is None else self._target
-        self._streams, self._wraps, self._handled = Streams(), False, sys.exception()
+        self._wraps, self._handled = False, sys.exception()
         try:
             self._listener = listen(model, target, on=("forward", "backward"))
         except HooklineError as error:
@@ -140,7 +131,7 @@ class FlightRecorder(TrainingHook):
 
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
-        self._wraps, self._streams = True, Streams()
+        self._wraps = True
         run, told = step.run, describe_batch(batch, None, step.run.batch_idx, step.run.epoch)
         try:
             result = step(batch)
@@ -156,11 +147,10 @@ class FlightRecorder(TrainingHook):
         if not self._wraps:
             batch = describe_batch(ctx.batch_data, None, ctx.batch_idx, ctx.epoch)
             self._add(ctx.step or 0, ctx.epoch, batch, ctx.lr, ctx.raw("loss"))
-            self._streams = Streams()
 
     def _add(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any) -> None:
         if self._listener is not None:
-            self._steps.append(_FlightStep(number, epoch, batch, lr, loss, self._streams))
+            self._steps.append(_FlightStep(number, epoch, batch, lr, loss))
             self._listener.end_step(number, loss if isinstance(loss, Tensor | float) else None)
             self._take(self._listener.arrived())
 
@@ -194,7 +184,7 @@ class FlightRecorder(TrainingHook):
             if rows.number in by_number:
                 by_number[rows.number].take(rows)
         try:
-            write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
+            write_flight(path, reason, [step.facts() for step in self._steps])
         except OSError as error:  # a full disk, a folder that is gone: no reason to end the run
             if not self._has_failed:
                 logger.warning(
@@ -213,12 +203,11 @@ class FlightRecorder(TrainingHook):
 class _FlightStep:
     """One step that is kept."""
 
-    __slots__ = ("bad", "batch", "epoch", "loss", "lr", "number", "statistics", "streams", "time")
+    __slots__ = ("bad", "batch", "epoch", "loss", "lr", "number", "statistics", "time")
 
-    def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any, streams: Streams) -> None:
+    def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any) -> None:
         self.number, self.epoch, self.batch, self.lr = number, epoch, batch, lr
         self.loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self.streams = streams
         self.time = time.time()
         self.statistics: dict[str, dict[str, float]] = {}
         self.bad: list[str] = []
@@ -267,61 +256,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-class Streams:
-    """The random streams of torch, Python and NumPy at one moment; taken without waiting for a device."""
-
-    __slots__ = ("cuda", "numpy", "python", "torch")
-
-    def __init__(self) -> None:
-        self.torch = torch.default_generator.get_state()
-        self.cuda = cuda_states()
-        self.python = random.getstate()
-        self.numpy = run_numpy_state()
-
-    def to_bytes(self) -> dict[str, bytes]:
-        """Return the states as bytes, by name."""
-        found = {"torch": self.torch.numpy().tobytes()}
-        found |= {f"cuda:{index}": state.numpy().tobytes() for index, state in enumerate(self.cuda or ())}
-        version, keys, gauss = self.python
-        found["python"] = json.dumps([version, list(keys), gauss]).encode()
-        if self.numpy["bit_generator"] == "MT19937":
-            state = {
-                **self.numpy,
-                "state": {"key": self.numpy["state"]["key"].tolist(), "pos": self.numpy["state"]["pos"]},
-            }
-            found["numpy"] = json.dumps(state, default=int).encode()
-        return found
-
-
-def set_streams(states: Mapping[str, bytes]) -> None:
-    """Set the random streams to what `Streams.to_bytes` returned."""
-    for name, state in states.items():
-        if name == "python":
-            version, keys, gauss = json.loads(state)
-            random.setstate((version, tuple(keys), gauss))
-        elif name == "numpy":
-            found = json.loads(state)
-            found["state"]["key"] = np.array(found["state"]["key"], dtype=np.uint32)
-            set_numpy_state(found)
-        elif name == "torch":
-            set_state(torch.default_generator, torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    if torch.cuda.is_available():
-        of_devices = [state for name, state in sorted(states.items()) if name.startswith("cuda:")]
-        set_cuda_states(torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in of_devices)
-
-
-def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Streams]]) -> None:
-    """Write steps, each with its random streams, and why they are written."""
-    streams: dict[str, str] = {}
-    rows = []
-    for facts, taken in steps:
-        keys = {}
-        for name, state in taken.to_bytes().items():
-            key = hashlib.blake2b(state, digest_size=8).hexdigest()
-            streams.setdefault(key, base64.b64encode(state).decode())
-            keys[name] = key
-        rows.append({**facts, "random": keys})
-    found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": rows, "streams": streams}
+def write_flight(path: Path, reason: str, steps: list[dict[str, Any]]) -> None:
+    """Write steps, and why they are written."""
+    found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": steps}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(to_plain(found), allow_nan=False))
 
@@ -331,19 +268,13 @@ class Flight(ShownAsTable):
     """The last steps of a run, as a recorder wrote them; prints as a table.
 
     Recipe: ``flight = hookline.debug.read_flight("runs/x/flight_recorder.json")``; then ``print(flight)``,
-    ``flight.steps[-1]["statistics"]``, ``flight.set_random(-1)``.
+    ``flight.steps[-1]["statistics"]``.
     """
 
     reason: str
     """Why it was written."""
     steps: list[dict[str, Any]]
     """Each step: its number, epoch, time, loss, learning rate, batch, statistics by place."""
-    streams: dict[str, str]
-
-    def set_random(self, index: int) -> None:
-        """Set the random streams to the beginning of the step at ``index`` of ``steps``."""
-        keys = self.steps[index].get("random", {})
-        set_streams({name: base64.b64decode(self.streams[key]) for name, key in keys.items()})
 
     def _table(self) -> Table:
         rows = [[str(step.get(name, "")) for name in _COLUMNS] for step in self.steps]
@@ -367,4 +298,4 @@ def read_flight(path: str | Path) -> Flight:
     version = found.get("version")
     if version != FLIGHT_VERSION:
         raise OptionError(f"{str(path)!r} has version {version!r}, and this hookline reads {FLIGHT_VERSION}.")
-    return Flight(found["reason"], found["steps"], found["streams"])
+    return Flight(found["reason"], found["steps"])

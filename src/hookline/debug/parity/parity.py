@@ -54,9 +54,9 @@ def parity(
     Args:
         trainer: A causal language model of transformers, or the folder of one. Nothing of it is changed.
         engine: A URL of ``hookline serve`` or ``vllm serve``, an ``LLM`` of vLLM, ``"vllm:FOLDER"``, a model or a
-            folder (served here), or a function. The function gets lists of token ids and returns for each a pair: all
-            ids (those it was given, perhaps continued), and the log-probs of the last of them. None if the sequences
-            have the log-probs of the engine.
+            folder (run here, in the batches of our engine), or a function. The function gets lists of token ids and
+            returns for each a pair: all ids (those it was given, perhaps continued), and the log-probs of the last of
+            them. None if the sequences have the log-probs of the engine.
         sequences: Prompts, which the engine continues: texts, or lists of token ids. Or what an engine has sampled:
             mappings with ``prompt``, ``completion`` and ``logprobs``, of the completion.
         tokenizer: Of the trainer; that of its folder by default.
@@ -92,7 +92,7 @@ def parity(
     side = side or open_engine(engine)
     try:
         side.meet(scorer.vocabulary)
-        scorer.temperature = temperature if side.applies_temperature or are_recorded == {True} else 1.0
+        scorer.temperature = (temperature or 1.0) if side.applies_temperature or are_recorded == {True} else 1.0
         answers = _answers(side, given, Request(new_tokens, temperature, scorer.sites, watched), scorer.vocabulary)
         progress("trainer: the same tokens")
         looked_at = answers[:watched]
@@ -210,9 +210,7 @@ def _noise(pair: Pair, side: EngineSide, ours: list[Tensor]) -> dict[str, Group]
         f"trainer, batch of 1 against {trainer.batch}": apart(trainer.of(batch=1).run(answers).logprobs, ours),
         "trainer, padded left against right": apart(trainer.run(answers, left=True).logprobs, ours),
     }
-    if side.model is not None:
-        found["engine, again in one piece"] = apart(Scorer(side.model).run(answers).logprobs, engine)
-    elif side.scores_prompts:
+    if side.scores_prompts:
         found["engine, again in one piece"] = apart([each.logprobs for each in side.rescore(answers)], engine)
     return {name: Group.of(torch.cat(parts)) for name, parts in found.items()}
 

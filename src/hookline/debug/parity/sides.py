@@ -13,24 +13,37 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Final
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hookline.debug.parity.scoring import Answer, Scorer, States
 from hookline.errors import OptionError
+from hookline.factories.replacing import stream_of
 from hookline.messages import short_repr
+from hookline.phases import in_eval_mode
 from hookline.serve.load_model import load
+from hookline.serve.row_batch import BatchForward, RowBatch
+from hookline.serve.sampling import NO_TOKEN, ChosenToken, choose
+from hookline.sites.attach import attach
+
+if TYPE_CHECKING:
+    from hookline.sites.site_info import Site
 
 __all__ = ["EngineSide", "Request", "open_engine"]
 
 _AT_ONCE: Final = 64
-"""So many requests are sent to a server together."""
+"""So many requests are sent to a server, or run, together."""
+_PREFILL_TOKENS: Final = 16_384
+"""Prompts that are run together have at most so many tokens, as in our server."""
 _PATIENCE_S: Final = 600.0
 _GREETING_S: Final = 20.0
 _SAME: Final = 1e-3
@@ -103,7 +116,7 @@ def open_engine(engine: Any) -> EngineSide:
             return _Http(str(engine).rstrip("/"))
         engine = _vllm(rest) if kind == "vllm" else load(engine, with_tokenizer=False)[0]
     if isinstance(engine, nn.Module):
-        return _Served(engine)
+        return _Here(engine)
     if hasattr(engine, "llm_engine"):
         return _Vllm(engine)
     if callable(engine):
@@ -288,20 +301,86 @@ def _tensor(layer: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(raw, dtype=getattr(torch, layer["dtype"])).reshape(layer["shape"])
 
 
-class _Served(_Http):
-    """A model of transformers, behind a server of ours that runs for this comparison."""
+@dataclass
+class _Row:
+    """A sequence as the batches of our engine know it."""
+
+    request: Any
+    draws: Random
+    tokens: list[ChosenToken] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """Return the token that goes into the next forward."""
+        return self.tokens[-1].id
+
+    @property
+    def position(self) -> int:
+        """Return its position."""
+        return len(self.request.prompt_ids) + len(self.tokens) - 1
+
+
+class _Here(EngineSide):
+    """A model of transformers in this process, in the batches of our engine: a prefill, then a decode a token.
+
+    Neither threads nor HTTP are between, so that hidden states stay on the device.
+    """
+
+    gives_states = scores_prompts = True
+    applies_temperature = False
 
     def __init__(self, model: nn.Module) -> None:
-        from hookline.serve import Engine, Server, Settings
-
-        self._scorer = Scorer(model)  # raises for what is no model of transformers
-        self._server = Server(
-            lambda: Engine(model.eval(), max_batch=_AT_ONCE, captured_bytes=1 << 33), Settings(drain_s=0.0)
-        )
-        self._server.start()
-        super().__init__(self._server.url)
-        self.name, self.model = f"hookline serve: {type(self._scorer.inner).__name__}", model
+        super().__init__()
+        self._scorer, self.model = Scorer(model), model
+        session: Any = SimpleNamespace(step=lambda table: nullcontext())  # no hooks of requests
+        self._forward = BatchForward(model, session)
+        self.name = f"hookline, in this process: {type(self._scorer.inner).__name__}"
         self.dtype, self.vocabulary = self._scorer.dtype, self._scorer.vocabulary
 
-    def close(self) -> None:
-        self._server.stop()
+    def ask(self, prompts: Sequence[list[int]], how: Request) -> list[Answer]:
+        at_once = max(1, min(_AT_ONCE, _PREFILL_TOKENS // max(map(len, prompts))))
+        found: list[Answer] = []
+        while len(found) < len(prompts):
+            found += self._generate(prompts[len(found) : len(found) + at_once], how, len(found))
+        return found
+
+    def rescore(self, answers: Sequence[Answer], layers: Sequence[str] = ()) -> list[Answer]:
+        again = self._scorer.run(answers, names=layers)
+        found = zip(answers, again.logprobs, again.states, strict=True)
+        return [replace(answer, logprobs=logprobs, states=states) for answer, logprobs, states in found]
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[list[int]], how: Request, first: int) -> list[Answer]:
+        """Continue prompts, which run together; ``first`` is the number of the first."""
+        parts: dict[str, list[Tensor]] = {}
+        watched = min(max(how.watched - first, 0), len(prompts))
+
+        def keep(module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
+            stream = stream_of(module, output)
+            if stream is not None and stream.dim() == 3:
+                parts.setdefault(site.name, []).append(stream[:watched].clone())
+
+        sampling = {"temperature": how.temperature, "top_k": 0, "top_p": 1.0, "logprobs": 1}
+        rows: list[Any] = [
+            _Row(SimpleNamespace(id=str(number), prompt_ids=prompt, **sampling), Random(number))
+            for number, prompt in enumerate(prompts, first)
+        ]
+        batch = RowBatch(self._forward, rows)
+        tapped = attach(self.model, how.layers, keep, name="parity") if watched and how.layers else nullcontext()
+        with in_eval_mode(self.model), tapped:
+            for place in range(how.new_tokens):
+                logits = batch.decode() if place else batch.prefill()
+                tokens = choose(logits, [row.request for row in rows], [row.draws for row in rows])
+                for row, token in zip(rows, tokens, strict=True):
+                    row.tokens.append(token)
+                if any(token.id == NO_TOKEN for token in tokens):
+                    raise OptionError("The engine's logits are not numbers (NaN or infinite).")
+        states = {name: torch.cat(each, 1) for name, each in parts.items()}
+        found = []
+        for place, row in enumerate(rows):
+            ids = [*row.request.prompt_ids, *(token.id for token in row.tokens)]
+            tops = [token.top_logprobs[0][1] for token in row.tokens]
+            answer = _answer(ids, [token.logprob for token in row.tokens], first + place, tops)
+            own = {name: each[place, batch.pads[place] :] for name, each in states.items()} if place < watched else {}
+            found.append(replace(answer, states=own))
+        return found

@@ -1,4 +1,4 @@
-"""Files on the command line: ``schema``, ``check`` for servers and runs, and ``run`` with hooks and schedules."""
+"""Files on the command line: ``check`` for servers and runs, and ``run`` with hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import jsonschema
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
@@ -19,26 +18,6 @@ SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments
 def write(text, name="run.yaml") -> str:
     Path(name).write_text(text if isinstance(text, str) else json.dumps(text))
     return name
-
-
-# -- schema ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", [(), ("run",), ("hooks",), ("server",)])
-def test_a_schema_is_printed_by_itself(what, capsys):
-    """As JSON that a validator takes; without a word it is that of run files."""
-    assert run_here("schema", *what) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator.check_schema(found)
-    assert ("experiment" in found.get("properties", {})) is (what in [(), ("run",)])
-
-
-def test_an_unknown_file_is_wrong_use(capsys):
-    """And says which there are."""
-    assert run_here("schema", "sever") == 2
-    err = capsys.readouterr().err
-    assert "server" in err
-    assert "--" not in err  # it is no flag
 
 
 # -- check -----------------------------------------------------------------------------------------------------
@@ -123,7 +102,7 @@ def test_options_of_our_factories_are_tried(factory, config, said, capsys, tmp_p
 def test_good_options_are_tried_without_writing(capsys, tmp_path):
     """Each of our factories that makes files is tried, and makes none."""
     options = {"export": {"folder": "e", "positions": "last"}, "activation_stats": {"file": "s.jsonl", "log_every": 5}}
-    options |= {"record_mean": {"file": "m.safetensors"}, "nan_alarm": {}, "log_shapes": {}, "moe_routing": {}}
+    options |= {"record_mean": {"file": "m.safetensors"}, "nan_alarm": {}}
     specs = [SPEC | {"hook_factory": f"hookline.factories:{name}", "config": each} for name, each in options.items()]
     specs.append(SPEC | {"hook_factory": "hookline.debug:trace_outputs", "config": {"folder": "t", "tensors": ["1"]}})
     assert run_here("check", write(specs, "hooks.json")) == 0, capsys.readouterr().err
@@ -137,8 +116,6 @@ config: {{epochs: 2}}
 hooks:
   names: [norms, "k_seen.py:Seen", relu_activations]
   config: {{relu_activations: {{targets: "1", per_unit: false}}}}
-  schedules:
-    seen: {{mode: burst, stride: 4, burst_length: 1, warmup: 2}}
 specs:
   - {{name: count, target_modules: ["1"], hook_factory: "experiments:count_calls", config: {{file: calls.txt}}}}
 sinks: {{csv: true, others: [{{sink: "{EXPERIMENTS}:LinesSink", options: {{ending: log}}}}]}}
@@ -175,27 +152,10 @@ def test_a_run_file_is_told_what_it_means(seen, capsys):
     assert "nothing is wrong with it." in rows["run.yaml:"]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("hooks: [norms,\n  nrms]\n", "line 3, at $.hooks[1]: Unknown hook: 'nrms'. Did you mean 'norms'?"),
-        (
-            "hooks:\n  names: [norms]\n  schedules:\n    hessian: {stride: 3}\n",
-            "line 5, at $.hooks.schedules.hessian: this would have no effect: hessian is not among the hooks",
-        ),
-    ],
-)
-def test_what_depends_on_the_rest_of_the_file_is_told_too(text, said, capsys, tmp_path):
-    """A list of names, the hooks that there are."""
-    assert run_here("run", write(f"experiment: {TINY}\n{text}"), *QUIET) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 # -- run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_file_brings_hooks_schedules_specs_and_sinks(seen, tmp_path):
+def test_a_run_file_brings_hooks_specs_and_sinks(seen, tmp_path):
     """Each of them has done its part, where and when the file says."""
     assert run_here("run", write(RUN)) == 0
     folder = tmp_path / "runs/tiny/forward"
@@ -210,10 +170,9 @@ def test_a_run_file_brings_hooks_schedules_specs_and_sinks(seen, tmp_path):
     assert "relu_activations/active_fraction" in (folder / "lines.log").read_text()
 
 
-def test_a_dry_run_shows_schedules_and_where_hooks_sit(seen, capsys):
+def test_a_dry_run_shows_where_hooks_sit(seen, capsys):
     """As the run would have them."""
     assert run_here("run", write(RUN), "--dry-run") == 0
     out = capsys.readouterr().out
-    assert "1 of every 4 steps from 2" in " ".join(out.split())
     rows = {line.split()[0]: line.split() for line in out[out.index("Specs") :].splitlines() if line.strip()}
     assert rows["count"] == ["count", "forward", "1", "1"]
