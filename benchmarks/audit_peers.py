@@ -334,8 +334,10 @@ class Probing(hl.InterventionHook):
 
 
 INSTRUMENTS = {
-    "probe": Instrument("a forward of one's own, in training mode", "torch", with_use, lambda: probe),
-    "careful_probe": Instrument("the same between `eval()` and `train()`", "torch", with_use, lambda: careful_probe),
+    "probe": Instrument("a forward by hand, in training mode", "torch", with_use, lambda: probe),
+    "careful_probe": Instrument(
+        "a forward by hand between `eval()` and `train()`", "torch", with_use, lambda: careful_probe
+    ),
     "debug_mode": Instrument("torch's `DebugMode`", "torch", by_hand, debug_mode),
     "flops": Instrument("torch's `FlopCounterMode`", "torch", by_hand, flop_counter),
     "profiler": Instrument("`torch.profiler.profile`", "torch", by_hand, lambda: lambda: torch.profiler.profile()),
@@ -364,9 +366,9 @@ INSTRUMENTS = {
     "overflow": Instrument("transformers, `DebugUnderflowOverflow`", "transformers", by_hand, overflow_detector),
     "watch": Instrument("`hl.watch` of everything", "hookline", by_hand, lambda: lambda model: hl.watch(model)),
     "guarded": Instrument(
-        "the forward in training mode, in `hl.rollback`", "hookline", with_use, lambda: guarded_probe
+        "that forward in training mode, in `hl.rollback`", "hookline", with_use, lambda: guarded_probe
     ),
-    "intervention": Instrument("the same as an intervention", "hookline", by_hand, lambda: Probing),
+    "intervention": Instrument("that forward as an intervention", "hookline", by_hand, lambda: Probing),
 }
 
 
@@ -411,11 +413,12 @@ def cells(found: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def table() -> str:
-    """Audit all that is installed, and return the table."""
+    """Audit all that is installed; return a table of what changes the run, and the names of what does not."""
     lines = [
         "| instrument | version | changes the run | first difference | what differs first |",
         "|---|---|---|---|---|",
     ]
+    innocent: list[str] = []
     for name, one in INSTRUMENTS.items():
         try:
             version = hl.__version__ if one.package == "hookline" else importlib.metadata.version(one.package)
@@ -423,9 +426,12 @@ def table() -> str:
             print(f"{name}: {one.package} is not installed", file=sys.stderr)
             continue
         changed, where, what = audited(name)
-        lines.append(f"| {one.label} | {version} | {changed} | {where} | {what} |")
-        print(lines[-1], file=sys.stderr)
-    return "\n".join(lines) + "\n"
+        print(name, changed, where, what, file=sys.stderr)
+        if changed == "no":
+            innocent.append(f"{one.label} ({version})")
+        else:
+            lines.append(f"| {one.label} | {version} | {changed} | {where} | {what} |")
+    return "\n".join([*lines, "", f"Unchanged: {'; '.join(innocent)}.", ""])
 
 
 def main() -> None:

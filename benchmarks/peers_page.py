@@ -113,11 +113,11 @@ def replaced(text: str, name: str, new: str) -> str:
 def losses(results: Iterable[Result]) -> str:
     """Say where ours takes longer, how much and why; and who could not be measured."""
     results = list(results)
-    lines = [
-        f"- {result.work}, against {result.label}: {result.row.ratio.median:.2g} times as long; {result.why}."
-        for result in results
-        if is_lost(result)
-    ]
+    by_reason: dict[str, list[str]] = {}
+    for result in filter(is_lost, results):
+        lost = f"{result.work}, against {result.label}: {result.row.ratio.median:.2g} times as long"
+        by_reason.setdefault(result.why, []).append(lost)
+    lines = [f"- {'; '.join(lost)}; {why}." for why, lost in by_reason.items()]
     if not lines:
         lines = ["- nowhere: each of these costs more for the same work, or as much."]
     missing = [

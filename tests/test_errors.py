@@ -92,28 +92,8 @@ def test_each_error_prints_its_sentence_unquoted_and_survives_pickling(name):
 # -- bad input: what is refused, as what, with which words, and that nothing stays attached -------------------
 
 
-def one_arg(module):
-    """A hook that takes too little."""
-
-
-def needs_more(module, args, output, extra):
-    """A hook that needs too much."""
-
-
-def keyword_needed(module, args, output, *, tag):
-    """A hook with a keyword that nobody gives."""
-
-
 BAD = {
     "unknown kind": (("*", hook), {"on": "foward"}, errors.KindError, r"'foward'.*[Nn]earest: 'forward'.*Kinds: "),
-    "a kind that is no string": (("*", hook), {"on": 3}, errors.KindError, r"3.*Kinds: "),
-    "no kind at all": (("*", hook), {"on": None}, errors.KindError, r"None.*Kinds: "),
-    "the legacy backward hook": (
-        ("*", hook),
-        {"on": "register_backward_hook"},
-        errors.KindError,
-        r"deprecated.*use on='backward'",
-    ),
     "with_kwargs on a backward hook": (
         ("*", hook),
         {"on": "backward", "with_kwargs": True},
@@ -126,40 +106,8 @@ BAD = {
         errors.OptionError,
         r"always_call.*'forward_pre'.*goes with forward",
     ),
-    "observe on a state hook": (
-        ("*", lambda *args: None),
-        {"on": "state_dict_pre", "observe": True},
-        errors.OptionError,
-        r"observe.*'state_dict_pre'.*goes with",
-    ),
     "a hook that is not callable": (("*", "print"), {}, errors.HookSignatureError, r"callable.*'print'"),
-    "a hook that is None": (("*", None), {}, errors.HookSignatureError, r"callable.*None"),
-    "a hook that takes too little": (
-        ("*", one_arg),
-        {},
-        errors.HookSignatureError,
-        r"one_arg\(module\).*forward.*hook\(module, args, output\)",
-    ),
-    "a hook that needs too much": (
-        ("*", needs_more),
-        {},
-        errors.HookSignatureError,
-        r"needs_more\(module, args, output, extra\).*extra",
-    ),
-    "a hook with a keyword nobody gives": (
-        ("*", keyword_needed),
-        {},
-        errors.HookSignatureError,
-        r"keyword_needed\(module, args, output, \*, tag\).*tag",
-    ),
-    "a hook without room for the keyword arguments": (
-        ("*", lambda module, args, output: None),
-        {"with_kwargs": True},
-        errors.HookSignatureError,
-        r"hook\(module, args, kwargs, output\)",
-    ),
     "an empty list of targets": (([], hook), {}, errors.TargetError, r"empty.*give a name"),
-    "an empty tuple of targets": (((), hook), {}, errors.TargetError, r"empty.*give a name"),
     "a target that is a number": ((7, hook), {}, errors.TargetError, r"7 is no target; give a name"),
     "a module of another model": (
         (nn.Linear(2, 2), hook),
@@ -172,12 +120,6 @@ BAD = {
         {},
         errors.NoMatchError,
         r"No module matches 'outr\.\*'.*nearest: .*'outer'.*hookline\.find",
-    ),
-    "a list with one mistyped name": (
-        (["inner", "otuer"], hook),
-        {},
-        errors.NoMatchError,
-        r"No module matches 'otuer'.*nearest: 'outer'",
     ),
     "a type the model does not have": (
         (nn.Conv2d, hook),

@@ -6,16 +6,13 @@ import time
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import hookline as hl
 from hookline import HookPoint, MetricInfo
 from hookline.errors import HookCheckError
-from hookline.guard.digest import changed, digest
-from hookline.testing import HookCheck, check_hook, small_experiment
-from hookline.testing.checking import left_by
+from hookline.testing import HookCheck, check_hook
 
 
 class Mean(hl.TrainingHook):
@@ -293,19 +290,3 @@ def test_what_is_no_fault_is_a_note():
     assert report.ok
     assert any("'x' differ from one run to the next" in note for note in report.notes)
     assert "note" in str(report)
-
-
-def test_the_comparison_sees_one_bit_and_takes_nan_as_equal():
-    """A control for everything above."""
-    experiment = small_experiment()
-    left = left_by(experiment)
-    assert changed(left, left_by(experiment)) == []
-    experiment.model.decoder.bias.data[0] = torch.nextafter(experiment.model.decoder.bias.data[0], torch.tensor(9.0))
-    assert changed(left, left_by(experiment)) == ["weight decoder.bias"]
-    assert digest([float("nan"), {"a": (1,)}]) == digest([float("nan"), {"a": (1,)}])
-    assert digest([1]) != digest([1.0])
-    for zero in (torch.zeros(2), np.zeros(2), 0.0, np.float32(0), torch.zeros(2, dtype=torch.complex64)):
-        assert digest(zero) == digest(zero + 0)
-        assert digest(zero) != digest(-zero)
-    assert digest({"a": 1}) != digest({"b": 1})
-    assert HookCheck("x").ok

@@ -35,7 +35,7 @@ LIMITS = """## What is left out
 
 def write_page(path: Path, outcomes: list[Outcome]) -> None:
     """Write the page."""
-    lines = [HEAD, *_machine(), "", "## Parts", "", *_table(outcomes), "", *_counted(outcomes)]
+    lines = [HEAD, *_machine(), "", "## Parts", "", *_table(outcomes)]
     lines += ["", *_lost(outcomes), "", LIMITS.rstrip()]
     replace_file(path, "\n".join(lines) + "\n")
 
@@ -60,16 +60,6 @@ def _table(outcomes: list[Outcome]) -> list[str]:
             f"| {len(found.wrong)} | {len(found.died)} | {sum(found.refused.values()):,} | {found.seconds:.0f} |"
         )
     return lines
-
-
-def _counted(outcomes: list[Outcome]) -> list[str]:
-    """Return what the cases counted beside, a line for each part that counted something."""
-    return [
-        f"- {found.part.name}, cases from {found.first}: "
-        + ", ".join(f"{name} {count:,}" for name, count in sorted(found.counts.items()))
-        for found in outcomes
-        if found.counts
-    ]
 
 
 def _lost(outcomes: list[Outcome]) -> list[str]:

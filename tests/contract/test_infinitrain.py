@@ -187,9 +187,6 @@ def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns
     assert_same_grads(module, reference)
 
 
-# -- hooks on everything ----------------------------------------------------------------------------------
-
-
 # -- hooks that come and go while firing ------------------------------------------------------------------
 
 
@@ -296,22 +293,6 @@ def test_module_and_function_hooks_open_and_close_like_brackets(what):
         "function backward_post",
         "module backward_post",
     ]
-
-
-def test_a_linear_layer_shows_its_levels_in_order():
-    """Module and function, forward and backward, on a layer whose gradients take a way of their own."""
-    module, events = nn.Linear(3, 2), []
-    handles = []
-    for kind in FORWARD_KINDS + GRADIENT_KINDS:
-        handles.append(hl.attach_function("torch.nn.functional.linear", logger(events, f"function {kind}"), on=kind))
-        handles.append(hl.attach(module, logger(events, f"module {kind}"), on=kind))
-    with hl.HandleSet(handles):
-        module(leaf(4, 3) * 1).sum().backward()
-    levels = ("module", "function")
-    expected = []
-    for before, after in (FORWARD_KINDS, GRADIENT_KINDS):
-        expected += [f"{level} {before}" for level in levels] + [f"{level} {after}" for level in reversed(levels)]
-    assert events == expected
 
 
 @each_function

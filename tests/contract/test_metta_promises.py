@@ -217,20 +217,6 @@ def test_call_order():
 # -- trackers, metrics and handles --------------------------------------------------------------------------
 
 
-def test_a_stored_builder_is_attached_at_set_up_and_not_before():
-    """Stored before the policy exists; then on that component, with its tracker in the context."""
-    cfg = TrainTool()
-    cfg.add_training_hook("actor_mlp", attach_relu_activation_hooks())
-    policy, trainer = actor_critic(), new_trainer()
-    policy(torch.ones(1, 4))
-    assert trainer.context.model_metrics == {}
-    cfg._register_policy_hooks(policy=policy, trainer=trainer)
-    assert isinstance(trainer.context.model_metrics["relu_activation_state"], hl.metta.ReLUActivationState)
-    assert [handle.names for handle in cfg._active_policy_hooks] == [("actor_mlp",)]
-    cfg._clear_policy_hooks()
-    assert cfg._active_policy_hooks == []
-
-
 def test_an_unknown_component_is_a_key_error_directly_and_a_warning_when_stored():
     """Named in both; of the stored ones the others are attached."""
     policy, cfg = actor_critic(), TrainTool()
@@ -258,20 +244,6 @@ def test_relu_metrics_and_their_reset():
     assert metrics(context) == {}
     policy()
     assert metrics(context) == {"activations/relu/c/0": 0.0, "activations/relu/c/1": 1.0, "activations/relu/c/2": 1.0}
-
-
-def test_units_of_an_image_are_its_channels():
-    """(2,3,4,5) has three units; with unit_dim=3 five; no rows change nothing, no width raises nothing."""
-    outputs = [torch.ones(2, 3, 4, 5), torch.ones(0, 3, 4, 5), torch.ones(2, 0), torch.ones(0)]
-    policy, context = watched(Given(*outputs), attach_relu_activation_hooks())
-    policy()
-    assert metrics(context) == {f"activations/relu/c/{unit}": 1.0 for unit in range(3)}
-    for _ in range(3):
-        policy()
-    assert metrics(context) == {f"activations/relu/c/{unit}": 1.0 for unit in range(3)}
-    policy, context = watched(Given(torch.ones(2, 3, 4, 5)), attach_relu_activation_hooks(unit_dim=3))
-    policy()
-    assert len(metrics(context)) == 5
 
 
 def test_saturation_is_strict():
@@ -411,23 +383,6 @@ def test_attached_again_with_the_same_context_the_hooks_are_there():
         cfg._clear_policy_hooks()
     counted = trainer.context.model_metrics["relu_activation_state"].counted()
     assert counted["actor_mlp"]["samples"] == {"8": 10}
-
-
-def test_what_a_tracker_cannot_use_is_passed_over():
-    """A tuple, a missing key, None for a gradient; a key finds its tensor, a function is used as it is."""
-    x = torch.ones(1, 2)
-    outputs = (x, x), {"other": x}, {"actor_hidden": x}, {"actor_hidden": "text"}, None
-    policy, context = watched(Given(*outputs), attach_relu_activation_hooks())
-    for _ in outputs:
-        policy()
-    assert context.model_metrics["relu_activation_state"].counted()["c"]["samples"] == {"2": 1}
-    policy, context = watched(Given((x, x)), attach_relu_activation_hooks(extractor=lambda output: output[1]))
-    policy()
-    assert len(metrics(context)) == 2
-    for make in (attach_gradient_flow_hooks, attach_relu_gradient_flow_hooks):
-        context = hl.metta.ComponentContext()
-        make()("c", context)(nn.ReLU(), (None,), (None,))
-        assert metrics(context) == {}
 
 
 def test_relu_gradient_flow_metrics():

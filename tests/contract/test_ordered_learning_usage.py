@@ -99,24 +99,6 @@ def test_the_firing_order_within_one_epoch():
 # -- observers and interventions -------------------------------------------------------------------------------
 
 
-def test_an_observer_is_shown_a_frozen_context():
-    """Compute(ctx), and nothing in it can be set."""
-
-    class Norms(TrainingHook):
-        hook_points = {HookPoint.POST_EPOCH}
-
-        def compute(self, ctx: RunDataContext) -> dict[str, Any]:
-            with pytest.raises(AttributeError):
-                ctx.epoch = 5
-            with pytest.raises(AttributeError):
-                ctx.target_grad = {}
-            return {"norm": ctx.model[0].weight.norm()}
-
-    sink = hl.sinks.MemorySink()
-    epoch_loop(make_experiment(), epochs=1, manager=HookManager(hooks=[Norms()], sinks=[sink]))
-    assert sink.latest["Norms/norm"] > 0
-
-
 @pytest.mark.parametrize("restores", [True, False])
 def test_the_typical_intervention_pattern(restores):
     """Save, work, restore and discard in finally; one that forgets to restore is caught."""
@@ -194,24 +176,6 @@ def test_a_sink_of_ones_own():
 
 
 # -- names -----------------------------------------------------------------------------------------------------
-
-
-def test_registration(own_registry):
-    """The decorator gives the class back; it is made when it is selected."""
-    some_value = 2.0
-
-    @HookRegistry.register
-    class MyHook(TrainingHook):
-        name = "my_hook"
-        hook_points = {HookPoint.POST_EPOCH}
-
-        def compute(self, ctx):
-            return {"my_metric": some_value}
-
-    sink = hl.sinks.MemorySink()
-    epoch_loop(make_experiment(), epochs=1, manager=HookManager(["my_hook"], sinks=[sink]))
-    assert sink.latest == {"my_hook/my_metric": 2.0}
-    assert isinstance(MyHook(), TrainingHook)
 
 
 def test_hook_sets_and_keywords(own_registry):

@@ -106,20 +106,6 @@ def test_warnings_turned_into_errors_do_not_hide_the_original_exception():
     assert seen == ["ran"]
 
 
-def test_always_call_hooks_run_once_and_edit_when_nothing_raises():
-    """In a call that goes well it is an ordinary forward hook: one firing, and its return value counts."""
-    module, seen = Scale(5.0), []
-
-    def hook(m, args, output):
-        seen.append(output)
-        return output + 1
-
-    handle = hl.attach(module, hook, always_call=True)
-    assert module(2.0) == 11.0
-    assert seen == [10.0]
-    assert handle.report().fired == 1
-
-
 @pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt()], ids=repr)
 def test_a_direct_forward_stays_silent_with_always_call_hooks_on(error):
     """module.forward(x) runs no cleanup, whether it raises or not, also while an outer call is under way."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_contract import EDITING, gradient_spy
 from helpers_models import Args, Fn, Scale, leaf, logger, mlp
-from helpers_modules import HOOK_DICTS, assert_untouched
+from helpers_modules import assert_untouched
 from torch import nn
 
 import hookline as hl
@@ -22,23 +22,6 @@ STATE_KINDS = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load
 
 
 # -- order ----------------------------------------------------------------------------------------------------
-
-
-def test_forward_observers_see_what_downstream_sees_and_prepended_hooks_what_there_was():
-    """An observer attached before an edit sees the edited value; a hook in front of it the unedited one."""
-    module, seen, x = Scale(5.0), {}, torch.ones(2)
-    hl.attach(module, lambda m, args: seen.update(pre=args[0]), on="forward_pre", observe=True)
-    hl.attach(module, lambda m, args: seen.update(raw_pre=args[0]), on="forward_pre", prepend=True)
-    hl.attach(module, lambda m, args, out: seen.update(post=out), observe=True)
-    hl.attach(module, lambda m, args, out: seen.update(raw_post=out), prepend=True)
-    hl.attach(module, lambda m, args: args[0] + 1, on="forward_pre")
-    hl.attach(module, lambda m, args, out: out * 100)
-    output = module(x)
-    assert torch.equal(seen["raw_pre"], x)
-    assert torch.equal(seen["pre"], x + 1)
-    assert torch.equal(seen["raw_post"], (x + 1) * 5)
-    assert seen["post"] is output
-    assert torch.equal(output, (x + 1) * 500)
 
 
 def test_gradient_observers_see_edited_gradients_and_prepended_hooks_what_came():
@@ -116,26 +99,6 @@ def test_torchs_own_backward_hooks_on_the_same_module_keep_working(editing):
     assert (len(seen), len(native)) == (1, 2)
 
 
-def test_only_our_own_hooks_are_taken_off():
-    """Removing ours leaves every foreign hook in every dictionary of the module."""
-    module = nn.Linear(3, 2)
-    module.register_forward_pre_hook(lambda m, args: None, with_kwargs=False)
-    module.register_forward_hook(lambda m, args, kwargs, out: None, with_kwargs=True, always_call=True)
-    module.register_full_backward_pre_hook(lambda m, go: None)
-    module.register_full_backward_hook(lambda m, gi, go: None)
-    module.register_state_dict_pre_hook(lambda m, prefix, keep_vars: None)
-    module.register_state_dict_post_hook(lambda m, sd, prefix, metadata: None)
-    module.register_load_state_dict_pre_hook(lambda *args: None)
-    module.register_load_state_dict_post_hook(lambda m, keys: None)
-    before = {name: dict(getattr(module, name)) for name in HOOK_DICTS}
-    handles = hl.HandleSet(hl.attach(module, lambda *_: None, on=kind) for kind in RUN_KINDS + STATE_KINDS)
-    assert {name: dict(getattr(module, name)) for name in HOOK_DICTS} != before
-    handles.remove()
-    assert {name: dict(getattr(module, name)) for name in HOOK_DICTS} == before
-    assert module._is_full_backward_hook is True
-    hl.assert_no_hooks(module)
-
-
 # -- return values --------------------------------------------------------------------------------------------
 
 
@@ -167,15 +130,6 @@ def test_a_bad_return_of_a_pre_hook_with_kwargs_raises_and_names_the_hook(bad):
     with pytest.raises(RuntimeError, match=r"my_culprit.*'0'") as caught:
         model("x")
     assert isinstance(caught.value, hl.errors.HookReturnError)
-
-
-def test_a_forward_hook_replaces_the_output_unless_it_returns_none():
-    """Falsy outputs count; None keeps what there was; each hook sees the previous one's value."""
-    module, seen = Args(), []
-    hl.attach(module, lambda m, args, output: 0)
-    hl.attach(module, lambda m, args, output: seen.append(output))
-    assert module("x") == 0
-    assert seen == [0]
 
 
 def test_hooks_without_kwargs_never_see_them():
@@ -235,17 +189,6 @@ def test_none_in_place_of_a_gradient_cuts_it():
 # -- torch's own full backward hook ---------------------------------------------------------------------------
 
 
-def test_full_backward_edits_chain_and_observers_see_the_last():
-    """Two editors compose in order; an observer among them returns nothing and sees the result."""
-    module, seen, x = Scale(5.0), [], leaf(2)
-    hl.attach(module, lambda m, gi, go: seen.append(gi[0].tolist()), on="full_backward", observe=True)
-    hl.attach(module, lambda m, gi, go: (gi[0] * 2,), on="full_backward")
-    hl.attach(module, lambda m, gi, go: (gi[0] + 1,), on="full_backward")
-    module(x).sum().backward()
-    assert seen == [[11.0, 11.0]]
-    assert x.grad.tolist() == [11.0, 11.0]
-
-
 def test_full_backward_leaves_room_for_other_backward_hooks_after_removal():
     """torch keeps a flag for ever that forbids mixing; ours takes it back with the last hook."""
     module = nn.Linear(3, 2)
@@ -282,23 +225,6 @@ def round_trip_save(model):
 
 
 COPIES = pytest.mark.parametrize("make", [copy.deepcopy, round_trip_pickle, round_trip_save])
-
-
-@COPIES
-def test_a_copy_made_under_an_always_call_hook_runs_its_own_forward_and_no_cleanup(make):
-    """The copy computes with its own weights, and its errors run no hook of the original's."""
-    model, seen, x = mlp(), [], leaf(4, 3)
-    hl.attach(model, "*", lambda m, args, out: seen.append(m), always_call=True)
-    copied = make(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    assert torch.equal(copied(x), torch.zeros(4, 2))
-    with pytest.raises(RuntimeError):
-        copied(leaf(4, 99))
-    assert seen == []
-    again = make(copied)
-    assert torch.equal(again(x), torch.zeros(4, 2))
 
 
 @COPIES

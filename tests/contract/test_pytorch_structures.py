@@ -151,6 +151,3 @@ def test_inputs_inside_containers_report_their_gradients(structure, editing, pro
     assert types == [type(box)]
     assert [grad.tolist() for grad in seen[0][0] if grad is not None] == [[2.0, 2.0], [3.0, 3.0]]
     assert (a.grad.tolist(), b.grad.tolist()) == ([2.0, 2.0], [3.0, 3.0])
-
-
-# -- gradients that disturb nothing ---------------------------------------------------------------------------

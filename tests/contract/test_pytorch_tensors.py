@@ -272,9 +272,6 @@ def test_a_backward_that_is_told_its_inputs_fires_the_hooks_of_those_alone(put):
     assert b.grad is None
 
 
-# -- several tensors together -----------------------------------------------------------------------------
-
-
 # -- nodes ------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +328,3 @@ def test_pack_and_unpack_are_called_for_the_same_tensors_as_torchs_own(function)
     function(plain).backward()
     assert torch.equal(grad, torch_grad)
     assert torch.equal(grad, plain.grad)
-
-
-# -- observe-only, and off --------------------------------------------------------------------------------

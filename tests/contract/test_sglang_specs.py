@@ -149,32 +149,6 @@ def test_a_shared_module_is_found_by_every_name_and_logged_by_its_first(calls, l
     assert log("INFO") == ["Registered forward hook 't' on inner"]
 
 
-class Deep(nn.Module):
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(num_layers)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("layers.*", ["layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
-        ("layers.0*", ["layers.0", "layers.0.0"]),
-        ("*", ["", "layers", "layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
-        ("layers.#", ["layers.0", "layers.1"]),
-        ("LAYERS.0", None),
-    ],
-)
-def test_stars_cross_dots_and_reach_the_root_but_not_the_prefix_itself(calls, pattern, names):
-    handles = register_hooks(Deep(2), [spec(pattern)])
-    assert [handle.names for handle in handles] == ([] if names is None else [tuple(names)])
-
-
 def test_both_forms_of_a_path_are_the_same_object(calls):
     factory = sys.modules["my_project.hooks"].dummy_hook_factory
     assert resolve_callable("my_project.hooks:dummy_hook_factory") is factory
@@ -341,17 +315,6 @@ def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, patt
     handles.remove()
 
 
-@pytest.mark.parametrize("specs", [[], ()])
-def test_no_specs_are_nothing(specs):
-    assert len(ModelRunner(T()).register_hooks(specs)) == 0
-
-
-def test_an_object_where_a_list_is_wanted_is_refused(calls):
-    """It would be gone through key by key."""
-    with pytest.raises(hl.errors.OptionError, match="Hook specs come in a list, got dict; write \\[spec\\]"):
-        ModelRunner(T()).register_hooks(spec("*"))
-
-
 # -- settings and flags of a server ----------------------------------------------------------------------------
 
 MINIMAL = """{
@@ -469,10 +432,3 @@ def test_what_is_no_json_list_is_refused_in_the_words_of_the_source(text, capsys
         flags("--forward-hooks", text)
     assert caught.value.code == 2
     assert f"Invalid JSON list: {text}. Please provide a valid JSON list." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("factory", [{}, {"hook_factory": None}])
-def test_a_missing_factory_is_passed_over_with_the_line_of_the_source(factory, runner, log):
-    runner.register_hooks([{"name": "bare", "target_modules": ["outer.0"], **factory}])
-    assert log("WARNING") == ["Hook spec 'bare' has no 'hook_factory', skipping"]
-    assert len(runner.hook_handles) == 0
