@@ -268,7 +268,7 @@ def test_recorded_logprobs_need_no_engine() -> None:
         (None, [[2, 3]], "needs a completion"),
         (None, [{"prompt": [2], "completion": [3, 4], "logprobs": [-1.0]}], "2 tokens"),
         (print, ["a text"], "no tokenizer"),
-        (print, [[2, 9999]], "0 to 199, got"),
+        (print, [[2, 9999]], "below 200, got"),
         (print, [], "no sequences"),
         (print, [[2, 3], {"prompt": [2], "completion": [3], "logprobs": [-1.0]}], "all of one kind"),
         (print, [{"prompt": [2], "completion": [3]}], "0 log-probs"),
