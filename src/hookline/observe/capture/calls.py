@@ -1,7 +1,11 @@
-"""Store what a captured module took and returned, and hand it out again, checked.
+"""Record the calls of captured modules, and hand out what they took and returned, checked.
 
-The recorder of a capture makes a `CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts,
-casts, moves and copies tensors as asked. Reading a value checks that no tensor shared with the model was changed since.
+``capture`` puts the hooks of a `CaptureRecorder` on modules, and the cache reads its ``calls``. The recorder makes a
+`CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, casts, moves and copies tensors as
+asked. Reading a value checks that no tensor shared with the model was changed since.
+
+A call is kept when its forward ends. With inputs or gradients it is opened before the forward, which may change its
+inputs in place, and its gradients find it through step and number.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
