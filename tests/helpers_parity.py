@@ -230,10 +230,6 @@ class NoBos:
         for ids, answer in zip(sequences, answers, strict=True):
             yield [ids[0], *answer.ids], answer.logprobs
 
-    def close(self) -> None:
-        """End the engine."""
-        self._side.close()
-
 
 @contextmanager
 def served(model: Any) -> Iterator[str]:

@@ -27,7 +27,7 @@ def test_a_clean_pair_is_called_clean(llm: Any, reference: Any) -> None:
     assert found.ok, str(found)
     assert found.layers
     assert "raw_logprobs" in found.facts["logprobs_mode"]
-    assert found.gap.other_likeliest == 0
+    assert found.other_likeliest == 0
 
 
 def _stale(reference: Any, layer: int, engine: Any) -> Any:

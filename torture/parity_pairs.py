@@ -14,7 +14,7 @@ import argparse
 import copy
 import random
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import helpers_parity as helpers
@@ -88,13 +88,12 @@ def _planted(
 ) -> str:
     """Compare a pair with a fault; return what to count it as."""
     trainer, served, reference = _pair(model, precision)
-    with ExitStack() as stack:
-        if plant is helpers.NoBos:
-            engine: Any = helpers.NoBos(served, 24)
-            stack.callback(engine.close)
-        else:
-            plant(served)
-            engine = stack.enter_context(helpers.served(served)) if over_http else served
+    if plant is helpers.NoBos:
+        engines: Any = nullcontext(helpers.NoBos(served, 24))
+    else:
+        plant(served)
+        engines = helpers.served(served) if over_http else nullcontext(served)
+    with engines as engine:
         found = hl.parity(trainer, engine, prompts, reference=reference, new_tokens=24)
     cause = found.cause
     verdict = "unsure" if cause is not None and cause.name == "unsure" else "other"

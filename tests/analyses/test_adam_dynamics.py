@@ -11,7 +11,7 @@ from helpers_analyses import cos
 from torch import nn
 
 import hookline as hl
-from hookline.analyses.adam_dynamics import AdamDynamicsHook
+from hookline.analyses.interventions import AdamDynamicsHook
 
 POINT = hl.HookPoint.POST_STEP
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.analyses.counterfactual import CounterfactualHook, CounterfactualValidatorHook
+from hookline.analyses.interventions import CounterfactualHook, CounterfactualValidatorHook
 from hookline.phases import phase
 
 NUM_ROWS, BATCH, RATE = 12, 3, 0.05

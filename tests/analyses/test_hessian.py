@@ -13,7 +13,7 @@ from helpers_loops import rich_experiment
 from torch import nn
 
 import hookline as hl
-from hookline.analyses.hessian import HessianHook
+from hookline.analyses.interventions import HessianHook
 
 ETA = 0.05
 

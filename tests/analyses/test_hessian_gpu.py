@@ -11,9 +11,12 @@ from helpers_analyses import by_epoch, by_step
 from torch import nn
 
 import hookline as hl
-from hookline.analyses.adam_dynamics import AdamDynamicsHook
-from hookline.analyses.counterfactual import CounterfactualHook, CounterfactualValidatorHook
-from hookline.analyses.hessian import HessianHook
+from hookline.analyses.interventions import (
+    AdamDynamicsHook,
+    CounterfactualHook,
+    CounterfactualValidatorHook,
+    HessianHook,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

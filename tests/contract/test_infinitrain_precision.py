@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.debug.precision.precision_checker import PrecisionChecker
-from hookline.debug.precision.precision_record import PrecisionConfig
+from hookline.debug.precision.precision_checker import PrecisionChecker, PrecisionConfig
 
 
 class Poisoned(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hookline.debug.compare.fingerprint import DeviceFingerprints, fingerprint_on_cpu
-from hookline.observe.watch.place import WatchedPlace
+from hookline.observe.watch.engine import WatchedPlace
 
 torch.manual_seed(0)
 device = DeviceFingerprints(torch.device("cpu"), by_programs=True)

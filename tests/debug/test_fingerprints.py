@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hookline.debug.compare.fingerprint import DeviceFingerprints, fingerprint_on_cpu
-from hookline.observe.watch.place import WatchedPlace
+from hookline.observe.watch.engine import WatchedPlace
 
 VALUES = {
     "float32": torch.randn(3, 5),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,7 +11,6 @@ import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.compare.served import trace_outputs
 from hookline.debug.compare.trace import trace
-from hookline.errors import OptionError
 from hookline.factories import Tokens, serving
 
 ROWS = Tokens.padded(("req-a", "req-b"), ((7, 8, 9), (3,)), (0, 4), "prefill")
@@ -115,12 +113,3 @@ def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
     assert rows is not None
     assert rows.keys == (RowKey("x", 0), RowKey("x", 1), RowKey("y", 9))
     assert hook.to_metrics()["records"] == 8
-
-
-def test_wrong_options_of_the_factory_say_what_to_do(tmp_path):
-    """A folder is needed, and unknown options are named."""
-    with pytest.raises(OptionError, match="needs a folder"):
-        trace_outputs({})
-    with pytest.raises(OptionError, match=r"no option 'tensor'.*'tensors'"):
-        trace_outputs({"folder": str(tmp_path / "t"), "tensor": True})
-    assert not (tmp_path / "t").exists()

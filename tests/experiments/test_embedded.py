@@ -22,7 +22,7 @@ from hookline.analyses import BUILT_IN
 from hookline.guard.digest import changed, digest
 from hookline.lifecycle.registry import register_built_ins
 from hookline.runs.find import EMBEDDED
-from hookline.testing.small_run import left_by
+from hookline.testing.checking import left_by
 from hookline.training import mod_arithmetic
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.mod_arithmetic import ModArithmetic, arranged

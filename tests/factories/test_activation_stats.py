@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.factories import activation_stats, serving, streaming_stats
 from hookline.observe.watch import engine
-from hookline.observe.watch.reduce import reduce_on_device
-from hookline.observe.watch.row import Layout
+from hookline.observe.watch.row import Layout, reduce_on_device
 from hookline.sites.compiled.op_schemas import Handed
 
 STATS = ["mean", "std", "rms", "min", "max", "absmax", "zero_fraction", "nan", "inf"]

@@ -36,7 +36,7 @@ def _seed() -> None:
 @pytest.fixture
 def by_verbs(monkeypatch):
     """As where the memory of the streams is not found."""
-    monkeypatch.setattr(rng, "_PYTHON_STREAM", None)
+
     monkeypatch.setattr(rng, "_STORED_NORMAL", None)
 
 
@@ -99,16 +99,6 @@ def test_another_bit_generator_of_numpy_is_put_back(memory, request):
         assert mine.state == state
     finally:
         np.random.set_bit_generator(own)
-
-
-def test_what_has_moved_is_named():
-    """Each stream by itself."""
-    generators = _generators()
-    states = RandomStates(generators)
-    assert states.changed() == []
-    np.random.rand()
-    generators[1].random()
-    assert states.changed() == ["random stream of NumPy", "generator 1 (Generator)"]
 
 
 def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():

@@ -41,12 +41,3 @@ def test_a_tuple_is_the_key_of_a_nested_tensordict():
 def test_a_key_passes_over_what_it_cannot_find(output):
     """A missing key, a value that is no tensor, an output without keys: None."""
     assert hl.metta.build_extractor("hidden")(output) is None
-
-
-def test_a_tracker_with_an_extractor_that_is_none_is_not_attached_and_says_so():
-    """The builder warns with component and value, and gives no hook."""
-    context = hl.metta.ComponentContext()
-    with pytest.warns(hl.HooklineWarning, match="'actor' is not tracked: extractor= .* got 3"):
-        assert hl.metta.attach_relu_activation_hooks(extractor=3)("actor", context) is None
-    with pytest.warns(hl.HooklineWarning, match="got None"):
-        assert hl.metta.attach_saturated_activation_hooks(extractor=None)("actor", context) is None

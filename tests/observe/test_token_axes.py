@@ -55,26 +55,3 @@ def test_an_index_by_axes_is_refused_where_tokens_are_rows(target: str, index: A
         ):
             model(CLEAN)
     hl.assert_no_hooks(model)
-
-
-def test_rows_are_tokens_and_an_ellipsis_is_a_unit() -> None:
-    """What the message advises: a row patched before the changed token changes nothing, the one of the token does."""
-    model = make_opt()
-    with hl.capture(model, role="mlp") as cache:
-        model(CLEAN)
-
-    def effects(index_of: Any) -> list[bool]:
-        found = []
-        for position in range(CLEAN.shape[1]):
-            with hl.patch(model, {FC2: hl.edits.swap(cache, index=index_of(position))}):
-                found.append(not torch.equal(model(CORRUPTED).logits, plain))
-        return found
-
-    plain = model(CORRUPTED).logits
-    rows = effects(lambda position: position)
-    assert rows[:CHANGED] == [False] * CHANGED
-    assert rows[CHANGED]
-    assert all(effects(lambda unit: (..., unit)))  # a unit of all tokens, the changed one among them
-    with hl.capture(model, FC2, index=(..., 2)) as one_unit:
-        model(CLEAN)
-    assert one_unit[FC2].output.shape == (6,)

@@ -79,14 +79,6 @@ def test_a_series_is_steps_and_values(run):
     assert loaded.latest["norms/total"] == 4.0
 
 
-def test_an_unknown_metric_names_the_nearest(run):
-    """And where all are."""
-    with pytest.raises(
-        hl.errors.OptionError, match=r"has no metric 'norms/totl'\. Nearest: 'norms/total'.*run\.metrics\."
-    ):
-        hl.load_run(run).series("norms/totl")
-
-
 def test_a_table_of_pandas_has_a_row_for_each_step(run):
     """A column for each metric, the epoch first; NaN where nothing was recorded."""
     table = hl.load_run(run).to_pandas()
@@ -129,17 +121,6 @@ def test_several_runs_come_by_name(tmp_path):
         hl.errors.OptionError, match=r"holds 2 runs \('digits / a', 'digits / b'\); read them with load_runs"
     ):
         hl.load_run(tmp_path)
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    """With what was looked for."""
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        hl.errors.OptionError, match=r"is no folder of a run: it has neither records\.jsonl nor run\.json"
-    ):
-        hl.load_run(tmp_path / "empty")
-    with pytest.raises(hl.errors.OptionError, match=r"There is no run at .*nothere"):
-        hl.load_run(tmp_path / "nothere")
 
 
 # -- a real one ------------------------------------------------------------------------------------------------

@@ -156,25 +156,6 @@ def test_the_printed_page_has_every_curve(visit: Visit, made: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visit, made: Path) -> None:
-    """Nothing beyond 680 pixels, whatever the window; afterwards the page is as it was."""
-    page = visit(made / "small.html", width=1600, height=300, color_scheme="dark").load()
-    page.emulate_media(media="print")
-    until(page, "'printing' in document.documentElement.dataset")
-    right = "[...document.querySelectorAll('.plot')].filter(e => e.clientWidth).map(e => e.querySelector('.main-svg'))"
-    ends: list[float] = page.evaluate(f"{right}.map(svg => svg ? svg.getBoundingClientRect().right : 9999)")
-    assert len(ends) == 8
-    assert max(ends) <= 700
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.evaluate("s => document.querySelector(s).layout.font.color", LOSS) == "#1b1d21"
-    page.emulate_media(media="screen")
-    until(page, "!('printing' in document.documentElement.dataset)")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 21, 24)"
-    drawn(page, "#map")
-    until(page, "document.querySelector('#map .main-svg').getBoundingClientRect().width > 1000")
-
-
-@pytest.mark.slow
 def test_a_dictionary_is_labelled_by_what_its_metric_declares(visit: Visit, tmp_path: Path) -> None:
     """Frequencies, classes; keys of which nothing is known are keys; only a watch's histogram has exponents."""
     log = RecordLog(tmp_path / "records.jsonl")

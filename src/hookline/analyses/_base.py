@@ -25,11 +25,6 @@ from hookline.lifecycle.hook import InterventionHook, LoopPoints, MetricInfo, Tr
 from hookline.messages import caller_stacklevel
 from hookline.when import HookPoint, StepSchedule
 
-__all__ = [
-    "Analysis", "BuiltInHook", "Intervention", "ReferenceHook",
-    "ReferenceIntervention", "StepAnalysis", "by_parameter", "mean_of", "same_random_numbers",
-]  # fmt: skip
-
 _WITH_STATE: Final = (GradientWindow, StepNumbers)
 """Attributes that have ``state``, ``load`` and ``clear`` of their own."""
 

@@ -25,12 +25,6 @@ from hookline.observe.host_values import fetch
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
 
-__all__ = [
-    "GIB", "FiringValues", "GradientWindow", "StepNumbers", "cosine", "cosines_in_float64", "dense_float",
-    "effective_rank", "flat_vector", "flat_vector_or_none", "is_bias", "norm", "norm_of_all", "parameters_of", "ratio",
-    "raw_number", "singular_values_of", "values_of", "weight_names", "widest_float",
-]  # fmt: skip
-
 _CHUNK: Final = 1 << 20
 """Entries that are made float64 at a time, 8 MiB of them."""
 _NO_NAME: Final = re.compile(r"(\.(\d+|original\d*))+$")

@@ -21,7 +21,6 @@ from hookline.analyses._base import Analysis, mean_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder, parameters_in
-from hookline.metta.components import AttachesItself
 from hookline.metta.trackers import (
     FisherInformationState,
     GradientFlowState,
@@ -87,7 +86,7 @@ class TrackedAnalysis(Analysis):
             component = name or "model"
             self.tracker.register_component(component)
             feeder: Any = self.new_feeder(component)
-            if isinstance(feeder, AttachesItself):
+            if isinstance(feeder, ParameterFeeder):
                 self._handles.add(feeder.attach_to(model, module))
             else:
                 label = f"{self.name} of {name or 'the model'!r}"

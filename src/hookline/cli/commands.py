@@ -304,7 +304,7 @@ def _audited(options: AuditOptions) -> Audit:
 def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
     """Audit the hooks of a run file, or of an experiment; ``hooks`` are taken in place of those the file names."""
     from hookline.debug.audit.audit import audit as audit_training
-    from hookline.debug.audit.train_once import did_nothing
+    from hookline.debug.audit.audit import did_nothing
     from hookline.runs.build import build, spec_name
     from hookline.runs.find import make_experiment, process_settings
     from hookline.runs.read import read

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.screen import tell, tell_found
+from hookline.cli.screen import tell_found
 from hookline.errors import OptionError
 from hookline.runs.flags import Show, parse
 
@@ -55,22 +55,14 @@ def parity(arguments: Sequence[str]) -> int:
     prompts = _read_prompts(options.prompts)
     from hookline.debug.parity.parity import parity as compare
 
-    found = compare(
-        options.trainer,
-        options.engine,
-        prompts,
-        new_tokens=options.new_tokens,
-        temperature=options.temperature,
-        healthy=options.healthy,
-        progress=lambda text: print(f"hookline: {text}", file=sys.stderr, flush=True),
-    )
+    how: Any = {name: getattr(options, name) for name in ("new_tokens", "temperature", "healthy")}
+    how["progress"] = lambda text: print(f"hookline: {text}", file=sys.stderr, flush=True)
+    found = compare(options.trainer, options.engine, prompts, **how)
     if options.save_healthy is not None:
         found.save_healthy(options.save_healthy)
     tell_found("parity", found.to_json(), found, as_json=options.json)
     if options.html is not None:
-        page = found.write_html(options.html)
-        if not options.json:
-            tell(f"The page is {page}.")
+        found.write_html(options.html)
     is_inside = options.max_outside is None or found.gap.outside <= options.max_outside
     return DONE if found.ok and is_inside else FAILED
 

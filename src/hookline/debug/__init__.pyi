@@ -35,12 +35,10 @@ from hookline.debug.first_bad.find_bad_operations import find_bad_operations as 
 from hookline.debug.first_bad.flight_recorder import Flight as Flight
 from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
 from hookline.debug.first_bad.flight_recorder import read_flight as read_flight
-from hookline.debug.first_bad.replay_check import Replay as Replay
-from hookline.debug.first_bad.replay_check import replay_check as replay_check
-from hookline.debug.parity.callback import ParityCallback as ParityCallback
-from hookline.debug.parity.result import Parity as Parity
+from hookline.debug.parity.parity import Parity as Parity
+from hookline.debug.parity.parity import ParityCallback as ParityCallback
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
-from hookline.debug.precision.precision_record import PrecisionConfig as PrecisionConfig
-from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord
+from hookline.debug.precision.precision_checker import PrecisionConfig as PrecisionConfig
+from hookline.debug.precision.precision_checker import PrecisionRecord as PrecisionRecord
 
 __all__: list[str]

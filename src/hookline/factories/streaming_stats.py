@@ -26,10 +26,9 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, without_padding
-from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.engine import Note, StatsEngine
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of, streams_of
-from hookline.observe.watch.place import Note
 from hookline.observe.watch.row import Layout, as_metrics, table_of
 from hookline.records.log import LineFile, json_line
 from hookline.sites import _torch

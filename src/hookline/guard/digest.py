@@ -1,6 +1,6 @@
 """Digest tensors and the state of a run, so that two moments or two runs can be compared to the last bit.
 
-The audit of hooks, `check_hook`, `replay_check` and the search for bad operations compare runs by `run_digest` and
+The audit of hooks, `check_hook` and the search for bad operations compare runs by `run_digest` and
 `digest`; whoever needs the numbers of a tensor of any layout calls `dense`.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookline.guard.guard import TorchSwitches
 from hookline.guard.rng import stream_states
-from hookline.guard.switches import TorchSwitches
 from hookline.sites import _torch
 from hookline.tree import leaves
 

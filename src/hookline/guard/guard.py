@@ -7,22 +7,111 @@ Both go through `Guard`, which keeps a `Snapshot` of the run and fills in a `Gua
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, get_args
+from functools import partial
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, Where, first_names, raise_if_lost, roots_of
-from hookline.guard.switches import TorchSwitches, interrupts_deferred
+from hookline.guard.snapshot import (
+    ALL,
+    BUFFERS,
+    NOTHING,
+    Snapshot,
+    first_names,
+    interrupts_deferred,
+    raise_if_lost,
+    roots_of,
+)
 from hookline.guard.walk import StateChange
 from hookline.messages import suggest
-from hookline.tables import ShownAsTable, Table
+from hookline.sites import _torch
 
-__all__ = ["SCOPES", "Guard", "GuardReceipt", "rollback"]
+__all__ = ["SCOPES", "Guard", "GuardReceipt", "TorchSwitches", "rollback"]
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _set_autocast(device: str, before: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(device, before[0])
+    torch.set_autocast_dtype(device, before[1])
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _leave_inference_mode(before: bool) -> None:
+    raise RuntimeError("only the block that began it can end it")
+
+
+_SWITCHES: Final[dict[str, _Switch]] = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (_torch.default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "number of threads between operators": (torch.get_num_interop_threads, torch.set_num_interop_threads),
+    "autocast on cpu": (partial(_autocast, "cpu"), partial(_set_autocast, "cpu")),
+    "autocast on cuda": (partial(_autocast, "cuda"), partial(_set_autocast, "cuda")),
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autocast blocks": (_torch.autocast_nesting, _torch.set_autocast_nesting),
+    "deterministic algorithms": (
+        _deterministic,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+    ),
+    "anomaly detection": (_anomalies, lambda before: torch.set_anomaly_enabled(*before)),
+    "float32 precision": (_torch.precision, _torch.set_precision),
+    "half-precision reductions": (_torch.reductions, _torch.set_reductions),
+    **_torch.KERNEL_SWITCHES,
+    **_torch.CONVERSION_SWITCHES,
+    "inference mode": (torch.is_inference_mode_enabled, _leave_inference_mode),
+}
+"""How to read each, and how to set it."""
+
+
+class TorchSwitches:
+    """The switches of torch, of the thread and the process, as they are when this is made.
+
+    They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
+    """
+
+    __slots__ = ("lost", "values")
+
+    def __init__(self) -> None:
+        self.values = {name: read() for name, (read, _) in _SWITCHES.items()}
+        """The switches by name."""
+        self.lost: dict[str, str] = {}
+        """The switches that `restore` could not set back, and why."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the switches that differ now."""
+        return [name for name, (read, _) in _SWITCHES.items() if read() != self.values[name]]
+
+    def restore(self) -> list[str]:
+        """Set back the switches that differ, and return their names."""
+        changed = self.changed()
+        for name in changed:
+            try:
+                _SWITCHES[name][1](self.values[name])
+            except RuntimeError as error:
+                self.lost[name] = str(error)
+        return changed
+
+
+# -- the guard -------------------------------------------------------------------------------------------------------
 
 SCOPES: Final = ("reads", "grads", "trains")
 """What an intervention may declare to change, the narrowest first."""
@@ -35,12 +124,10 @@ _FORBIDDEN: Final = {
 _HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, list[Tensor]]]] = WeakKeyDictionary()
 """The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
 up to ten times as long as to copy. On other devices torch keeps what is free itself."""
-_MAX_ROWS: Final = 20
-"""How many names of what was touched a receipt shows."""
 
 
-@dataclass(slots=True, repr=False)
-class GuardReceipt(ShownAsTable):
+@dataclass(slots=True)
+class GuardReceipt:
     """The changes of one intervention, and which were put back; filled in when its block ends."""
 
     hook: str
@@ -55,16 +142,6 @@ class GuardReceipt(ShownAsTable):
     """How long it took, without saving and restoring."""
     saved_bytes: int = 0
     """How many bytes were copied before it."""
-
-    def _table(self) -> Table:
-        title = (
-            f"{self.hook} (scope {self.scope}): touched {len(self.touched)}, put back {len(self.restored)}, "
-            f"{1e3 * self.seconds:.2f} ms, {self.saved_bytes / 1e6:,.1f} MB saved"
-        )
-        restored = set(self.restored)
-        rows = [(name, "yes" if name in restored else "no") for name in self.touched]
-        header, rest = ("touched", "put back"), " more; all of them are in .touched"
-        return Table(header, rows, title=title, most=_MAX_ROWS, rest=rest) if rows else Table(title=title)
 
 
 class _Block(NamedTuple):
@@ -86,27 +163,15 @@ class Guard:
             ...  # train, perturb, raise: everything is put back
         guard.release()
 
-    ``where`` the copies go: ``"device"``, ``"host"`` (pinned memory), or ``"auto"``, which is the device if they fit.
-    ``strict`` copies everything whatever the interventions declare, and compares byte by byte.
+    Copies go to the device of what is copied if they fit there, else to pinned memory of the host.
     """
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        *,
-        loader: Any = None,
-        where: Where = "auto",
-        strict: bool = False,
+        self, model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, *, loader: Any = None
     ) -> None:
-        if where not in get_args(Where):
-            raise OptionError(f"where= is one of {', '.join(map(repr, get_args(Where)))}; got {where!r}.")
-        self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader), where)
+        self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader))
         self._observed: Snapshot | None = None
         """Without copies, for `check_observers`."""
-        self._strict = strict
         self._saved_scope: str | None = None
         self._blocks: list[_Block] = []
         """Those in each other, the outermost first."""
@@ -126,8 +191,7 @@ class Guard:
         The tensors and arrays of ``batch``, in containers or objects, are saved whatever the scopes.
         """
         names = [scopes] if isinstance(scopes, str) else list(scopes)
-        widest = max(map(_check_scope, names), key=SCOPES.index, default="reads")
-        saved = "trains" if self._strict else widest
+        saved = max(map(_check_scope, names), key=SCOPES.index, default="reads")
         with interrupts_deferred():
             self._saved_scope = None
             copied = ALL if saved == "trains" else BUFFERS
@@ -184,8 +248,7 @@ class Guard:
             raise GuardError(_forbidden_message(block.receipt, forbidden)) from cause
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
-        bytewise = self._strict and receipt.scope != "trains"
-        changes, lost = self._snapshot.restore(bytewise=bytewise)
+        changes, lost = self._snapshot.restore()
         if receipt.scope == "grads":  # which computes some; those that were there are parked
             changes = [each for each in changes if "gradient" not in each.kind or not each.has_copy]
         changes += [StateChange("switch", name) for name in switches.restore()]
@@ -241,7 +304,6 @@ def rollback(
     loader: Any = None,
     batch: Any = None,
     scope: str = "trains",
-    where: Where = "auto",
 ) -> Iterator[GuardReceipt]:
     """Undo everything that the block does to a run.
 
@@ -256,9 +318,9 @@ def rollback(
     Parameters, buffers, gradients, the optimizer's state and learning rates, modes, hooks, attributes and random
     streams come back, whether the block ends well or not, each the same object as before; so does what was written
     into a ``batch``, but not what was written into the dataset of ``loader``. ``scope="reads"`` or ``"grads"`` copy
-    less and hold the block to that; `Guard` says ``where`` the copies go.
+    less and hold the block to that.
     """
-    guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
+    guard = Guard(model, optimizer, scheduler, scaler, loader=loader)
     snapshot = guard._snapshot
     snapshot.pool.free |= _HOST_MEMORY.pop(model, {})
     guard.save([scope], batch=batch)

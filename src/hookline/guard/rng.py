@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import pickle
 import random
 import struct
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -32,39 +33,17 @@ GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.Random
 """The types that ``generators=`` takes, and that are found on models, loaders and samplers."""
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _NUMPY: Final[Any] = np.random  # its annotations leave out the functions that exchange its global stream
-_Twister: Final = np.random.MT19937
 _CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python": random}
-_PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
-"""The generator behind the functions of the module ``random``."""
 
 
-# -- where streams lie in memory -------------------------------------------------------------------------------------
+# -- NumPy's store ---------------------------------------------------------------------------------------------------
 #
-# The streams of Python and NumPy are Mersenne twisters of 2,500 bytes, which are copied in 1 µs; ``random.getstate``
-# takes 15 µs and ``numpy.random.get_state`` 70. Where the bytes lie is checked once, on generators of our own. Where
-# they are not found (another Python or NumPy), there is None, and the verbs are used.
+# NumPy's global functions may have a normal number in store, which is gone once they are given another stream. To read
+# it with the whole state takes 70 µs, and to copy its 16 bytes 1. Where they lie is checked once, on a generator of our
+# own; where they are not found (another Python or NumPy), the whole state is read.
 
-_TWISTER_BYTES: Final = 624 * 4 + 4
-"""The bytes of the numbers of a Mersenne twister, and of its position among them."""
 _STORE: Final = 16
 """The bytes of NumPy's note whether it has a normal number in store, and of that number."""
-
-
-def _memory(address: int, nbytes: int) -> Any:
-    """Return an array of ctypes; reading and assigning its ``raw`` copies all of it, and no other thread runs."""
-    return (ctypes.c_char * nbytes).from_address(address)
-
-
-def _find_python() -> Any:
-    """Return the memory of Python's stream; None if a generator of our own does not lie as expected."""
-    begin, end = object.__basicsize__, object.__basicsize__ + _TWISTER_BYTES
-    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < end:
-        return None
-    probe = random.Random(5)
-    *numbers, position = probe.getstate()[1]
-    if ctypes.string_at(id(probe) + begin, _TWISTER_BYTES) != struct.pack("@i624I", position, *numbers):
-        return None
-    return _memory(id(random.random.__self__) + begin, _TWISTER_BYTES)  # type: ignore[attr-defined]
 
 
 def _find_store() -> Any:
@@ -82,11 +61,9 @@ def _find_store() -> Any:
     expected = [struct.pack("@iid", has_one, 0, number) for has_one in (0, 1)]
     if begin < 0 or [each[begin : begin + _STORE] for each in seen] != expected:
         return None
-    return _memory(id(holder) + begin, _STORE)
+    return (ctypes.c_char * _STORE).from_address(id(holder) + begin)
 
 
-_PYTHON_STREAM: Final = _find_python()
-"""The memory of the stream of the module ``random``; None if it is not found."""
 _STORED_NORMAL: Final = _find_store()
 """The memory of NumPy's note; None if it is not found."""
 
@@ -108,9 +85,9 @@ class _HookStreams:
         """The NumPy streams of the blocks that are open, the innermost last."""
         self.outside: tuple[Any, Any] = None, None
         """The run's own stream of NumPy, and the number it has in store, while a block is open."""
-        self.marks: Final[dict[str, tuple[Any, int]]] = {}
-        """For each other stream, its state in the run (or its `_digest`) when hooks last drew, and how many firings
-        before had found it there."""
+        self.marks: Final[dict[str, tuple[int, int]]] = {}
+        """For each other stream, the digest of its state in the run when hooks last drew, and how many firings before
+        had found it there."""
         self.run_seed: int | None = None
         """The seed of the run, while hooks fire."""
 
@@ -126,7 +103,7 @@ class kept_rng:
         with hookline.guard.rng.kept_rng():
             anything()  # may draw from torch, NumPy, Python
 
-    8 µs. NumPy's global functions draw from a stream of ours meanwhile, which goes on in the next block; the others
+    NumPy's global functions draw from a stream of ours meanwhile, which goes on in the next block; the others
     go on from where they are. May be nested.
     """
 
@@ -146,7 +123,7 @@ class kept_rng:
     def _put_back(self, states: Mapping[str, Any]) -> None:
         _exchange_numpy_back(*self._numpy)
         for name, state in states.items():
-            _set_position(name, state)
+            set_state(_stream(name), state)
         for generator, state in self._others:
             set_state(generator, state)
 
@@ -156,7 +133,7 @@ class hook_rng(kept_rng):
 
     torch and Python go on from where the run is, so that a forward with dropout drops what the next step would. Where
     the run has not drawn since hooks did (a run of full batches never does), those would be the same numbers again:
-    then the stream is seeded by where the run is and how often hooks have been there. About 12 µs.
+    then the stream is seeded by where the run is and how often hooks have been there.
     """
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
@@ -175,11 +152,11 @@ class hook_rng(kept_rng):
         if _HOOKS.marks:
             self._seed_where_hooks_drew(_HOOKS.marks)
 
-    def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[Any, int]]) -> None:
+    def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[int, int]]) -> None:
         """Seed each stream that is where the hooks of an earlier firing found it, and drew."""
         for name, state in self._states.items():
             mark, repeats = marks.get(name, (None, 0))
-            if mark is not None and (mark == _digest(state) if isinstance(mark, int) else _is_same(mark, state)):
+            if mark is not None and mark == _digest(state):
                 self._repeats[name] = repeats + 1
                 stream, seed = _stream(name), _hashed(name, _digest(state), repeats + 1)
                 (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
@@ -192,7 +169,7 @@ class hook_rng(kept_rng):
             now = _positions()
             drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
         for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
-            _HOOKS.marks[name] = state, self._repeats.get(name, 0)
+            _HOOKS.marks[name] = _digest(state), self._repeats.get(name, 0)
         _HOOKS.run_seed = self._outer_seed
         self._put_back(self._states if self._repeats else drawn)
 
@@ -200,12 +177,12 @@ class hook_rng(kept_rng):
 class RandomStates:
     """The states of all streams, to go back to any number of times."""
 
-    __slots__ = ("_is_of_hooks", "_numpy", "_others", "_states")
+    __slots__ = ("_is_of_hooks", "_numpy", "_others", "_states", "_stream")
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self._states = _positions()
-        self._numpy = _numpy_position()
-        self._is_of_hooks = any(self._numpy.stream is stream for stream in _HOOKS.in_use)
+        self._stream, self._numpy = _NUMPY.get_bit_generator(), numpy_state()
+        self._is_of_hooks = any(self._stream is stream for stream in _HOOKS.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
     def restore(self, *, own: bool = True) -> None:
@@ -214,40 +191,35 @@ class RandomStates:
         Without ``own``, the stream of NumPy that hooks draw from goes on: it is not the run's, and a hook that is
         undone at every firing would draw the same from it for ever.
         """
-        for name, position in self._states.items():
-            _set_position(name, position)
+        for name, state in self._states.items():
+            set_state(_stream(name), state)
         for generator, state in self._others:
             set_state(generator, state)
         if _HOOKS.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
-            _NUMPY.set_bit_generator(type(self._numpy.stream)())
-            _set_numpy_position(self._numpy)
+            _NUMPY.set_bit_generator(type(self._stream)())
+            _set_numpy(self._numpy)
             return
-        if _NUMPY.get_bit_generator() is not self._numpy.stream:
-            _NUMPY.set_bit_generator(self._numpy.stream)
+        if _NUMPY.get_bit_generator() is not self._stream:
+            _NUMPY.set_bit_generator(self._stream)
         if own or not self._is_of_hooks:
-            _set_numpy_position(self._numpy)
+            _set_numpy(self._numpy)
 
     def changed(self) -> list[str]:
         """Return the names of the streams that have moved since."""
-        now, before = _positions(), self._states
+        now, before = _positions() | {"NumPy": numpy_state()}, self._states | {"NumPy": self._numpy}
         moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
-        names = [_spoken(name) for name in moved]
-        numpy = _numpy_position()
-        is_same = _is_same(numpy.numbers, self._numpy.numbers) and numpy.stored == self._numpy.stored
-        names += [] if is_same else [_spoken("NumPy")]
-        names += [
+        others = [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
             if not _is_same(state_of(generator), state)
         ]
-        return names
+        return [*map(_spoken, moved), *others]
 
 
 def stream_states() -> dict[str, Any]:
     """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name."""
-    states = {_spoken(name): state_of(_stream(name)) for name in _positions()}
-    return states | {_spoken("NumPy"): numpy_state()}
+    return {_spoken(name): state for name, state in (_positions() | {"NumPy": numpy_state()}).items()}
 
 
 def run_seed() -> int:
@@ -261,7 +233,7 @@ def hook_stream() -> dict[str, Any]:
         "numpy": None if _HOOKS.numpy is None else _HOOKS.numpy.state,
         "base": _HOOKS.base,
         "others": _HOOKS.num_nested,
-        "marks": {name: [_digest(mark), repeats] for name, (mark, repeats) in _HOOKS.marks.items()},
+        "marks": {name: list(mark) for name, mark in _HOOKS.marks.items()},
     }
 
 
@@ -291,12 +263,8 @@ def _spoken(name: str) -> str:
 
 
 def _digest(state: Any) -> int:
-    """Return a number for a state of torch or Python, the same in every process; a number stays as it is."""
-    if isinstance(state, int):
-        return state
-    if isinstance(state, torch.Tensor):
-        return zlib.crc32(state.numpy().data)
-    return zlib.crc32(state[0]) if isinstance(state[0], bytes) else hash(state[1])
+    """Return a number for a state of torch or Python, the same in every process."""
+    return zlib.crc32(state.numpy().data) if isinstance(state, torch.Tensor) else hash(state[1])
 
 
 def _hashed(*parts: object) -> int:
@@ -326,12 +294,11 @@ def _exchange_numpy() -> tuple[Any, Any, Any]:
     """Let NumPy draw from a stream of ours; return that, its own, and the second number of a pair, which it forgets."""
     own = _NUMPY.get_bit_generator()
     stored = numpy_state() if _STORED_NORMAL is None else _STORED_NORMAL.raw
-    is_twister = type(own) is _Twister
     if _HOOKS.numpy is None:
-        _HOOKS.base = _hashed(torch.initial_seed(), _twister_bytes(own) if is_twister else own.state)
+        _HOOKS.base = _hashed(torch.initial_seed(), pickle.dumps(own.state))
         _HOOKS.numpy = np.random.MT19937(_HOOKS.base)
     ours = _HOOKS.numpy
-    if not is_twister or own is ours:
+    if type(own) is not np.random.MT19937 or own is ours:
         _HOOKS.num_nested += 1
         ours = np.random.MT19937(_hashed(_HOOKS.base, _HOOKS.num_nested))
     _NUMPY.set_bit_generator(ours)
@@ -386,38 +353,6 @@ def _set_numpy(state: Any) -> None:
         _NUMPY.get_bit_generator().state = state
 
 
-class _NumpyPosition(NamedTuple):
-    """Where NumPy's global stream is, and the normal number it has in store."""
-
-    stream: Any
-    numbers: Any
-    """The memory of a Mersenne twister; the state of another one."""
-    stored: Any
-
-
-def _numpy_position() -> _NumpyPosition:
-    stream = _NUMPY.get_bit_generator()
-    if _STORED_NORMAL is None or type(stream) is not _Twister:
-        return _NumpyPosition(stream, numpy_state(), None)
-    with stream.lock:
-        return _NumpyPosition(stream, _twister_bytes(stream), _STORED_NORMAL.raw)
-
-
-def _set_numpy_position(position: _NumpyPosition) -> None:
-    """Set the stream that NumPy's global functions draw from now, which is of the same kind."""
-    if not isinstance(position.numbers, bytes):
-        _set_numpy(position.numbers)
-        return
-    stream = _NUMPY.get_bit_generator()
-    with stream.lock:
-        (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = position.numbers
-        _STORED_NORMAL.raw = position.stored
-
-
-def _twister_bytes(stream: Any) -> bytes:
-    return ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES)
-
-
 # -- generators ----------------------------------------------------------------------------------------------------
 
 
@@ -444,26 +379,15 @@ def set_state(generator: Any, state: Any) -> None:
 
 def _positions() -> dict[str, Any]:
     """Return where the streams of torch, Python and every CUDA device in use are; to ask begins to use none."""
-    python = random.getstate() if _PYTHON_STREAM is None else (_PYTHON_STREAM.raw, _PYTHON.gauss_next)
-    found = {"torch": torch.default_generator.get_state(), "python": python}
-    cuda = cuda_states()
-    return found if cuda is None else found | {f"cuda:{index}": state for index, state in enumerate(cuda)}
-
-
-def _set_position(name: str, position: Any) -> None:
-    if name != "python":
-        _stream(name).set_state(position)
-    elif _PYTHON_STREAM is None:
-        random.setstate(position)
-    else:
-        _PYTHON_STREAM.raw, _PYTHON.gauss_next = position
+    found = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    return found | {f"cuda:{index}": state for index, state in enumerate(cuda_states() or ())}
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if type(one) is tuple or type(one) is not type(other):
         return bool(one == other)
-    if isinstance(one, torch.Tensor):  # torch.equal takes 8 µs for the 5,056 bytes of a generator, this 2
-        return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

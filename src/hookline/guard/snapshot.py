@@ -10,10 +10,14 @@ tensor, which stays the same object, and the copy into the memory.
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, itemgetter
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+from types import FrameType
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +28,13 @@ from torch.utils.data import DataLoader
 from hookline.errors import GuardError
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.guard.switches import interrupts_deferred
 from hookline.guard.walk import BATCH, RunWalk, StateChange
 from hookline.sites import _torch
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers import unwrap_optimizer
 
-__all__ = [
-    "ALL",
-    "BUFFERS",
-    "NOTHING",
-    "Snapshot",
-    "Where",
-    "first_names",
-    "raise_if_lost",
-    "roots_of",
-]
-
-Where: TypeAlias = Literal["auto", "device", "host"]
+__all__ = ["ALL", "BUFFERS", "NOTHING", "Snapshot", "first_names", "interrupts_deferred", "raise_if_lost", "roots_of"]
 
 ALL: Final = frozenset({"parameter", "buffer", "state", "gradient", "batch"})
 """The kinds of tensors, all of which a snapshot copies."""
@@ -62,10 +54,32 @@ _SHARE: Final = 0.9
 _PLAIN: Final = (Tensor, nn.Parameter)
 _NO_HOOKS: Final = ((None, ()), (None, ()))
 _nbytes: Final = torch.UntypedStorage.nbytes
+_address: Final = torch.UntypedStorage.data_ptr
 _layout_of: Final = attrgetter("shape", "dtype", "device")
 _flag_of: Final = attrgetter("requires_grad")
 _version_of: Final = attrgetter("_version")
 _hooks_of: Final = attrgetter(*_torch.TENSOR_HOOKS)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Deliver an interrupt (Ctrl-C) that comes inside the block after it (8 µs).
+
+    Only the main thread is sent interrupts, so do nothing in others; nor where a handler was not set from Python, since
+    it could not be set again.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    received: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
+
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -73,8 +87,7 @@ _hooks_of: Final = attrgetter(*_torch.TENSOR_HOOKS)
 class CopyPool:
     """Memory for copies that is free: tensors by the device, type and shape of what they are for."""
 
-    def __init__(self, where: Where = "auto") -> None:
-        self.where = where
+    def __init__(self) -> None:
         self.free: defaultdict[Any, list[Tensor]] = defaultdict(list)
 
     def take(self, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -82,8 +95,7 @@ class CopyPool:
         device = pieces[0].device
         copies = [free.pop() if (free := self.free[_key(piece)]) else None for piece in pieces]
         needed = sum(piece.nbytes for piece, copy in zip(pieces, copies, strict=True) if copy is None)
-        fits = self.where == "device" or (self.where == "auto" and _fits(device, needed))
-        home = device if fits else _CPU
+        home = device if _fits(device, needed) else _CPU
         pairs = zip(pieces, copies, strict=True)
         return [self._make(piece, home) if copy is None else copy for piece, copy in pairs]
 
@@ -96,11 +108,11 @@ class CopyPool:
         try:
             return _empty_like(piece, home)
         except (RuntimeError, MemoryError) as error:
-            if home != _CPU and self.where == "auto":
+            if home != _CPU:
                 return self._make(piece, _CPU)
             raise GuardError(
                 f"The guard has no room on {home} for a copy of {piece.nbytes / 2**20:,.0f} MiB. Nothing was touched. "
-                f"Next: where='host', or a narrower scope. torch said: {error}"
+                f"Next: a narrower scope. torch said: {error}"
             ) from error
 
 
@@ -128,8 +140,6 @@ class _Pieces:
     def __init__(self) -> None:
         self.live: list[Tensor] = []
         self.copies: list[Tensor] = []
-        self.members: list[list[int]] = []
-        """The indices of the tensors that lie in each piece."""
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copy without waiting: later work on the device comes after the copy."""
@@ -143,18 +153,15 @@ class _Pieces:
 class MemoryCopies:
     """A copy of the memory of some tensors: of every storage one piece, however many tensors share it."""
 
-    def __init__(self, aliases: Mapping[int, Tensor], pool: CopyPool) -> None:
-        """Get memory for copies of ``aliases``, which are by the index of their tensor."""
-        members: dict[tuple[torch.device, int], list[int]] = defaultdict(list)
-        for index, alias in aliases.items():
+    def __init__(self, aliases: Iterable[Tensor], pool: CopyPool) -> None:
+        """Get memory for copies of ``aliases``."""
+        members: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
+        for alias in aliases:
             if alias.numel():
-                members[alias.device, alias.untyped_storage().data_ptr()].append(index)
+                members[alias.device, alias.untyped_storage().data_ptr()].append(alias)
         found: dict[Any, _Pieces] = defaultdict(_Pieces)
-        for indices in members.values():
-            piece = _piece_of([aliases[index] for index in indices])
-            pieces = found[not _is_large(piece), piece.device, piece.dtype]
-            pieces.live.append(piece)
-            pieces.members.append(indices)
+        for piece in map(_piece_of, members.values()):
+            found[not _is_large(piece), piece.device, piece.dtype].live.append(piece)
         self.pieces = [found[key] for key in sorted(found, key=itemgetter(0))]
         for pieces in self.pieces:
             pieces.copies = pool.take(pieces.live)
@@ -170,23 +177,9 @@ class MemoryCopies:
         for pieces in self.pieces:
             pieces.copy(pieces.live, pieces.copies)
 
-    def differing(self) -> set[int]:
-        """Return the indices of the tensors in whose memory a byte is not as it was; reads everything."""
-        return {
-            index
-            for pieces in self.pieces
-            for piece, copy, indices in zip(pieces.live, pieces.copies, pieces.members, strict=True)
-            if not torch.equal(_bytes_of(piece), _bytes_of(copy.to(piece.device)))
-            for index in indices
-        }
-
 
 def _is_large(piece: Tensor) -> bool:
     return piece.nbytes >= _LARGE and piece.device.type != "cpu"
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.flatten().view(torch.uint8)
 
 
 def _piece_of(aliases: list[Tensor]) -> Tensor:
@@ -230,11 +223,39 @@ class Look(NamedTuple):
     """The indices of tensors of which more than the numbers may be other: memory, flags, insides, attributes, hooks."""
 
 
+class _Question:
+    """Something that is asked of many things at once, without a line of Python for each, and what the answers were."""
+
+    def __init__(self, indices: Collection[int], things: Iterable[Any], *asks: Callable[[Any], Any]) -> None:
+        self.indices = indices
+        """The index of the tensor that each of the ``things`` belongs to."""
+        self._things, self._asks = things, asks
+        self.note()
+
+    def _now(self) -> list[tuple[Any, ...]]:
+        return list(zip(*[map(ask, self._things) for ask in self._asks], strict=True))
+
+    def note(self) -> None:
+        """Note the answers of now."""
+        self.before = self._now()
+
+    def differing(self) -> set[int]:
+        """Return the indices of the tensors about which an answer is another one now."""
+        now, before = self._now(), self.before
+        if now == before:
+            return set()
+        return {index for index, new, old in zip(self.indices, now, before, strict=True) if new != old}
+
+
+def _dictionary_of(tensor: Tensor) -> int:
+    return id(vars(tensor))
+
+
 class SavedPart:
     """The containers and tensors of a walk, as they were when `copy` and `note` were last called.
 
-    Every question goes to all tensors at once, without a line of Python for each: a model has hundreds. Those with
-    another answer than before are then put back one by one.
+    Every question goes to all tensors at once: a model has hundreds. Those with another answer than before are then
+    put back one by one.
     """
 
     def __init__(self, walk: RunWalk, pool: CopyPool) -> None:
@@ -242,79 +263,43 @@ class SavedPart:
         self._pool = pool
         # What has the memory is the tensor itself, or a part of it; sparse ones have none of the usual kind.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
-        dense = [index for index, live in enumerate(self._live) if live.layout is torch.strided]
-        self._strided = [self._live[index] for index in dense]
-        self._aliases = {index: self._live[index].data for index in dense}
-        self._storages = [alias.untyped_storage() for alias in self._aliases.values()]
+        self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
+        self._strided = [self._live[index] for index in self._aliases]
         self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
         # refers to, and swapping gives it other memory.
         self._holders = [tensor for tensor in self.tensors if type(tensor) is not Tensor]
-        self._asked = {
-            "memory": dense,
-            "address": dense,
-            "layout": dense,
-            "version": [walk.seen[id(tensor)] for tensor in self._counted],
-            "flags": range(len(self.tensors)),
-            "holder": [walk.seen[id(tensor)] for tensor in self._holders],
-        }
-        """The indices of the tensors that each question is about."""
+        self._versions = _Question(self._indices(self._counted), self._counted, _version_of)
+        self._flags = _Question(range(len(self.tensors)), self.tensors, _flag_of)
+        asked = type, _torch.identity_of, _torch.use_count, _dictionary_of
+        self._holding = _Question(self._indices(self._holders), self._holders, *asked)
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies: MemoryCopies | None = None
         self.copied: frozenset[str] = frozenset()
         """The kinds of the tensors that were copied."""
-        self._answers: dict[str, list[Any]] = {}
         self._note_memory()
 
-    def _ask(self, topic: str) -> list[Any]:
-        live, held, storages = self._strided, self._holders, self._storages
-        answers: tuple[Iterable[Any], ...]
-        match topic:
-            case "memory":
-                answers = map(_nbytes, storages), map(torch.UntypedStorage.data_ptr, storages)
-            case "address":
-                return list(map(Tensor.data_ptr, live))
-            case "layout":
-                answers = (
-                    map(_layout_of, self._strided),
-                    map(Tensor.stride, self._strided),
-                    map(Tensor.is_conj, self._strided),
-                )
-            case "holder":
-                answers = (
-                    map(type, held),
-                    map(_torch.identity_of, held),
-                    map(_torch.use_count, held),
-                    map(id, map(vars, held)),
-                )
-            case "flags":
-                return list(map(_flag_of, self.tensors))
-            case _:
-                return list(map(_version_of, self._counted))
-        return list(zip(*answers, strict=True))
-
-    def others(self, *topics: str) -> set[int]:
-        """Return the indices of the tensors about which an answer is another one now."""
-        found: set[int] = set()
-        for topic in topics:
-            if topic == "layout" and self._has_same_layout():
-                continue
-            now, before = self._ask(topic), self._answers[topic]
-            if now != before:
-                each = zip(self._asked[topic], now, before, strict=True)
-                found.update(index for index, new, old in each if new != old)
-        return found
-
-    def _note(self, *topics: str) -> None:
-        self._answers |= {topic: self._ask(topic) for topic in topics}
+    def _indices(self, tensors: Iterable[Tensor]) -> list[int]:
+        return [self.walk.seen[id(tensor)] for tensor in tensors]
 
     def _note_memory(self) -> None:
-        self._storages = [alias.untyped_storage() for alias in self._aliases.values()]
-        self._note("memory", "address", "layout")
+        storages = [alias.untyped_storage() for alias in self._aliases.values()]
+        self._memory = _Question(self._aliases, storages, _nbytes, _address)
+        self._addresses = _Question(self._aliases, self._strided, Tensor.data_ptr)
+        self._layouts = _Question(self._aliases, self._strided, _layout_of, Tensor.stride, Tensor.is_conj)
         # Asked in one call, which takes a tenth of the time; it may say no where nothing is other. It does not know
         # that complex numbers may be read with the other sign of their imaginary part.
         has_complex = any(map(Tensor.is_complex, self._strided))
         self._has_same_layout = (None if has_complex else _torch.layout_check(self._strided)) or bool
+
+    def has_same_memory(self) -> bool:
+        """Return whether all memory is where it was, and as long."""
+        return not self._memory.differing()
+
+    def moved(self) -> set[int]:
+        """Return the indices of the tensors that have other memory, or another layout, than they had."""
+        found = self._memory.differing() | self._addresses.differing()
+        return found if self._has_same_layout() else found | self._layouts.differing()
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -322,21 +307,22 @@ class SavedPart:
         """Copy the numbers of the tensors of these kinds."""
         if self.copies is None or copied != self.copied:
             self.free()
-            aliases = {index: alias for index, alias in self._aliases.items() if self.kinds[index] in copied}
+            aliases = [alias for index, alias in self._aliases.items() if self.kinds[index] in copied]
             self.copies, self.copied = MemoryCopies(aliases, self._pool), copied
         self.copies.save()
 
     def note(self) -> None:
         """Note all but the numbers."""
-        self._note("version", "flags", "holder")
-        tensors, flags = self.tensors, self._answers["flags"]
+        for question in (self._versions, self._flags, self._holding):
+            question.note()
+        tensors = self.tensors
         self._graphs = {
-            i: tensors[i].grad_fn for i, requires in enumerate(flags) if requires and not tensors[i].is_leaf
+            i: tensors[i].grad_fn for i, (flag,) in enumerate(self._flags.before) if flag and not tensors[i].is_leaf
         }
         """The node that computed a tensor: a write in place gives it another one."""
         sparse = set(range(len(tensors))).difference(self._aliases)
         self._sparse = {index: self._live[index].clone() for index in sparse if self.kinds[index] in self.copied}
-        self._attributes = dict(zip(self._asked["holder"], map(vars, self._holders), strict=True))
+        self._attributes = dict(zip(self._holding.indices, map(vars, self._holders), strict=True))
         self._hooks = {
             index: [(held, tuple(held.items()) if held else ()) for held in _hooks_of(tensors[index])]
             for index in self._hooked()
@@ -344,7 +330,7 @@ class SavedPart:
         """The dictionaries of each kind of hooks, and what is in them; None for a kind that a tensor never had."""
         self.used = set[int]()
         """The indices of those that something refers to: graphs, views."""
-        for index, (_, identity, uses, _) in zip(self._asked["holder"], self._answers["holder"], strict=True):
+        for index, (_, identity, uses, _) in zip(self._holding.indices, self._holding.before, strict=True):
             self.identities[index] = identity
             if uses > 1:
                 self.used.add(index)
@@ -353,7 +339,7 @@ class SavedPart:
         """The nodes that graphs of before refer to; none where no graph is alive."""
 
     def _hooked(self) -> list[int]:
-        pairs = zip(self._asked["holder"], map(_hooks_of, self._holders), strict=True)
+        pairs = zip(self._holding.indices, map(_hooks_of, self._holders), strict=True)
         return [index for index, hooks in pairs if hooks != (None, None)]
 
     def leaves(self) -> list[int]:
@@ -373,11 +359,11 @@ class SavedPart:
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def look(self, *, bytewise: bool = False) -> Look:
-        """Return what is other now; ``bytewise``: also tensors that were written behind autograd's back."""
-        containers, moved, flags = self.walk.changed(), self.others("memory", "address", "layout"), self.others("flags")
-        written = moved | self.others("version") | (self._differing_bytes() if bytewise else set())
-        suspects = moved | flags | self.others("holder")
+    def look(self) -> Look:
+        """Return what is other now."""
+        containers, moved, flags = self.walk.changed(), self.moved(), self._flags.differing()
+        written = moved | self._versions.differing()
+        suspects = moved | flags | self._holding.differing()
         suspects.update(self.nodes, self._sparse, self._hooks, self._hooked())
         suspects.update(i for i, node in self._graphs.items() if self.tensors[i].grad_fn is not node)
         changes = self.walk.changes(containers)
@@ -386,24 +372,18 @@ class SavedPart:
         changes += [StateChange("structure", f"{self.name(index)}.requires_grad") for index in sorted(flags)]
         return Look(changes, containers, sorted(suspects))
 
-    def _differing_bytes(self) -> set[int]:
-        """Return the indices of tensors of which a copied byte is another one now; of all, if memory was resized."""
-        if self.copies is None or self.others("memory"):  # some may reach beyond their memory, which cannot be read
-            return {index for index in self._aliases if self.kinds[index] in self.copied}
-        return self.copies.differing()
-
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def copy_back(self) -> None:
         """Copy all numbers back, if the memory is where it was; else `restore_memory` does."""
-        if self.copies is not None and self.copies.nbytes and not self.others("memory"):
+        if self.copies is not None and self.copies.nbytes and self.has_same_memory():
             self.copies.restore()
 
     def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
         """Put back memory and layout; return the names of tensors that had to be given other memory, and why."""
-        moved = self.others("memory", "address", "layout") if suspects else set()
+        moved = self.moved() if suspects else set()
         replaced: dict[str, str] = {}
-        for index, (nbytes, _) in zip(self._aliases, self._answers["memory"], strict=True) if moved else ():
+        for index, (nbytes, _) in zip(self._aliases, self._memory.before, strict=True) if moved else ():
             if index in moved:
                 if not self._restore_length(self._aliases[index].untyped_storage(), nbytes):
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
@@ -449,7 +429,7 @@ class SavedPart:
         return dict.fromkeys(stuck, "it is a view, or was computed, and was written with a graph, which stays")
 
     def _restore_flags(self, index: int) -> bool:
-        tensor, requires_grad = self.tensors[index], self._answers["flags"][index]
+        tensor, requires_grad = self.tensors[index], self._flags.before[index][0]
         if index in self._graphs:
             return tensor.grad_fn is self._graphs[index]
         # A view that was detached before, and is written with a graph again, calls itself a leaf.
@@ -486,10 +466,10 @@ class SavedPart:
         Only where the numbers were put back; a counter that was set back otherwise would hide that they are others.
         ``advance``: count one more write instead, since the numbers are of another time than the counters say.
         """
-        others = self._asked["version"] if advance else self.others("version")
-        before = dict(zip(self._asked["version"], self._answers["version"], strict=True)) if others else {}
+        others = self._versions.indices if advance else self._versions.differing()
+        before = dict(zip(self._versions.indices, self._versions.before, strict=True)) if others else {}
         copied = [index for index in others if self.kinds[index] in self.copied]
-        versions = [self.tensors[index]._version + 1 if advance else before[index] for index in copied]
+        versions = [self.tensors[index]._version + 1 if advance else before[index][0] for index in copied]
         _torch.set_versions(tuple(self.tensors[index] for index in copied), tuple(versions))
 
 
@@ -585,8 +565,8 @@ def roots_of(
 class Snapshot:
     """The state of a run when `take` was last called; later calls use the same memory again."""
 
-    def __init__(self, roots: Mapping[str, Any], where: Where = "auto") -> None:
-        self.roots, self.pool = roots, CopyPool(where)
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.roots, self.pool = roots, CopyPool()
         self._main: SavedPart | None = None
         """Of model and optimizer; kept from one save to the next."""
         self._parts: list[SavedPart] = []
@@ -600,11 +580,9 @@ class Snapshot:
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @classmethod
-    def of(
-        cls, roots: Mapping[str, Any], into: Self | None = None, *, where: Where = "auto", gradients: bool = True
-    ) -> Self:
+    def of(cls, roots: Mapping[str, Any], into: Self | None = None, *, gradients: bool = True) -> Self:
         """Return a snapshot of now; ``into`` an earlier one, if it is of the same objects, which is lost."""
-        snapshot = into if into is not None and into.roots == roots else cls(roots, where)
+        snapshot = into if into is not None and into.roots == roots else cls(roots)
         snapshot.take(gradients=gradients)
         return snapshot
 
@@ -644,9 +622,9 @@ class Snapshot:
     def _copy_main(self, copied: frozenset[str]) -> SavedPart:
         """Copy model and optimizer, and return their part: that of before, if they hold the same objects still."""
         kept, self._main = self._main, None
-        if kept is not None and not kept.others("memory"):
+        if kept is not None and kept.has_same_memory():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not kept.others("address", "layout") and kept.walk.refresh():
+            if not kept.moved() and kept.walk.refresh():
                 return kept
         if kept is not None:
             kept.free()
@@ -702,13 +680,10 @@ class Snapshot:
         return {index: before for index, grad, before in each if grad is not before}
 
     @interrupts_deferred()
-    def restore(
-        self, *, bytewise: bool = False, hooks: bool = True, versions: bool = True
-    ) -> tuple[list[StateChange], dict[str, str]]:
+    def restore(self, *, hooks: bool = True, versions: bool = True) -> tuple[list[StateChange], dict[str, str]]:
         """Put everything back, any number of times; return what was other, and by name what is lost, and why.
 
         Args:
-            bytewise: Find also what was written behind autograd's back.
             hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
                 run goes back only for a while.
             versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
@@ -718,11 +693,9 @@ class Snapshot:
         if is_hooked:
             self._remove_new_hooks()  # while modules that were put in are found
         with torch.inference_mode(False), torch.no_grad():
-            if not bytewise:
-                self._copy_back()  # first: nothing else depends on the numbers, and a GPU copies meanwhile
-            looks = [part.look(bytewise=bytewise) for part in self._parts]
-            if bytewise:
-                self._copy_back()
+            for part in self._parts:
+                part.copy_back()  # first: nothing else depends on the numbers, and a GPU copies meanwhile
+            looks = [part.look() for part in self._parts]
             changes = self._changes(looks)
             lost = self._restore_parts(looks, is_hooked=is_hooked)
             for index, grad in self._other_grads().items():
@@ -734,10 +707,6 @@ class Snapshot:
             self._random.restore(own=False)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         return changes, lost
-
-    def _copy_back(self) -> None:
-        for part in self._parts:
-            part.copy_back()
 
     def _restore_parts(self, looks: Sequence[Look], *, is_hooked: bool) -> dict[str, str]:
         """Put back tensors, and the containers they are in; return by name what could not be, and why."""

@@ -140,8 +140,6 @@ class RunWalk:
         self._objects: list[tuple[Any, type]] = []
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
-        self._slotted: list[tuple[Any, dict[str, Any]]] = []
-        """Objects of a batch that have slots, and the values of those."""
         self._arrays: list[tuple[Any, Any, _Place]] = []
         """NumPy arrays that can be written, a copy of each, and its place."""
         self._todo: list[tuple[Any, int, _Place]] = []
@@ -228,10 +226,6 @@ class RunWalk:
         # A scheduler writes the attributes of callable objects it goes by into its state dict, too.
         lambdas = getattr(value, "lr_lambdas", ()) if isinstance(value, LRScheduler) else ()
         self._todo += [(vars(one), _CONTAINER, place) for one in (value, *lambdas) if hasattr(one, "__dict__")]
-        slots = {name: getattr(value, name) for name in _slots_of(value)} if self._root == BATCH else {}
-        if slots:
-            self._slotted.append((value, slots))
-            self._todo.append((slots, _CONTAINER, place))
 
     def _note_versions(self) -> None:
         """Note the versions of plain dictionaries; an OrderedDict may get another order without a new version."""
@@ -293,9 +287,6 @@ class RunWalk:
                 setattr(cls, name, attributes[name])
         for container in changed:
             container.restore()
-        for value, slots in self._slotted:
-            for name, own in slots.items():
-                object.__setattr__(value, name, own)
         lost = [self._path(place) for array, numbers, place in self._changed_arrays() if not _fill(array, numbers)]
         return dict.fromkeys(lost, "an array of another type or size")
 
@@ -340,14 +331,7 @@ def _is_key(key: Any, name: str) -> bool:
 
 def _is_record(value: Any) -> bool:
     """Return whether an object of a batch may have tensors for attributes: a dataclass, a ``BatchEncoding``."""
-    return (hasattr(value, "__dict__") or bool(_slots_of(value))) and not isinstance(value, _NO_RECORDS)
-
-
-def _slots_of(value: Any) -> list[str]:
-    """Return the names of an object's slots that have a value."""
-    kinds = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for slots in kinds for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if not name.startswith("__") and hasattr(value, name)]
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
 
 
 def _why_not_saveable(tensor: Tensor) -> str:

@@ -2,16 +2,16 @@
 
 from hookline.metta.builders import BackwardHookBuilder as BackwardHookBuilder
 from hookline.metta.builders import ComponentBackwardHookSpec as ComponentBackwardHookSpec
+from hookline.metta.builders import ComponentContext as ComponentContext
 from hookline.metta.builders import ComponentHookSpec as ComponentHookSpec
 from hookline.metta.builders import HookBuilder as HookBuilder
+from hookline.metta.builders import PolicyAutoBuilder as PolicyAutoBuilder
 from hookline.metta.builders import attach_fisher_information_hooks as attach_fisher_information_hooks
 from hookline.metta.builders import attach_gradient_flow_hooks as attach_gradient_flow_hooks
 from hookline.metta.builders import attach_relu_activation_hooks as attach_relu_activation_hooks
 from hookline.metta.builders import attach_relu_gradient_flow_hooks as attach_relu_gradient_flow_hooks
 from hookline.metta.builders import attach_saturated_activation_hooks as attach_saturated_activation_hooks
 from hookline.metta.builders import build_extractor as build_extractor
-from hookline.metta.components import ComponentContext as ComponentContext
-from hookline.metta.components import PolicyAutoBuilder as PolicyAutoBuilder
 from hookline.metta.trackers import FisherInformationState as FisherInformationState
 from hookline.metta.trackers import GradientFlowState as GradientFlowState
 from hookline.metta.trackers import ReLUActivationState as ReLUActivationState

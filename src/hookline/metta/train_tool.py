@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel, type_name
-from hookline.metta.builders import TRACKERS, TrackerFeeder
-from hookline.metta.components import ComponentContext, PolicyAutoBuilder
+from hookline.metta.builders import TRACKERS, ComponentContext, PolicyAutoBuilder, TrackerFeeder
 from hookline.metta.trackers import as_number, check_activation
 from hookline.observe.host_values import fetch
 from hookline.sites import _torch
@@ -29,7 +28,6 @@ from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 

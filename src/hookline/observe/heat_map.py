@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.notebook_html import ColourScale, legend, line, picture
 from hookline.observe.host_values import countable
@@ -75,50 +74,6 @@ class HeatMap(ShownAsTable):
         self._range = _range_of(matrix)
         self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", self._range)))
         self._title = title
-
-    def save(self, path: str | Path, *beside: HeatMap) -> Path:
-        """Write it as a picture, with other maps ``beside`` it; the ending says which kind: ``.svg``, ``.png``, …
-
-        Recipe: ``HeatMap(pattern[0, 3], rows=tokens, columns=tokens, title="head 3").save("head.svg")``. Needs
-        ``hookline[pictures]``.
-        """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingPackageError(
-                "HeatMap.save needs the package matplotlib: pip install 'hookline[pictures]'."
-            ) from error
-        maps = (self, *beside)
-        width = sum(2 + 0.3 * min(each._matrix.shape[1], _MAX_COLUMNS) for each in maps)
-        height = 1.5 + 0.3 * max(min(len(each._matrix), _MAX_ROWS) for each in maps)
-        figure = Figure((width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, each in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
-            each._draw(figure, axes)
-        try:
-            figure.savefig(path)
-        except ValueError as error:  # an ending that it does not know
-            raise OptionError(f"{path} cannot be written as a picture: {error}.") from None
-        return Path(path)
-
-    def _draw(self, figure: Any, axes: Any) -> None:
-        """Draw it with matplotlib, in the colours of a notebook; what is not finite is yellow."""
-        from matplotlib import colormaps
-        from matplotlib.colors import ListedColormap, Normalize, TwoSlopeNorm
-
-        scale = self._scale or ColourScale(-1, 1)
-        has_sides = scale.low < 0 < scale.high
-        first, last = (0.0, 1.0) if has_sides else (0.5, 1.0) if scale.low >= 0 else (0.0, 0.5)
-        colours = ListedColormap(colormaps["RdBu_r"](np.linspace(first, last, 256))).with_extremes(bad="gold")
-        norm = TwoSlopeNorm(0, scale.low, scale.high) if has_sides else Normalize(scale.low, scale.high)
-        numbers = np.ma.masked_invalid(self._matrix)
-        drawn = axes.imshow(numbers, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
-        figure.colorbar(drawn, ax=axes, shrink=0.8)
-        axes.set_title(self._title, parse_math=False)  # a "$" in a token is a dollar
-        for names, axis, angle in ((self._names[0], axes.yaxis, 0), (self._names[1], axes.xaxis, 90)):
-            if names:
-                axis.set_ticks(range(len(names)), names, rotation=angle, parse_math=False)
 
     def _table(self) -> Table:
         rows, columns = self._names

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from hookline.errors import MissingPackageError
 from hookline.files import replace_file
 from hookline.plain import to_plain
-from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
+from hookline.report.anomalies import count_judged, find_anomalies, may_be_cross_entropy, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
-from hookline.report.recent_changes import may_be_cross_entropy
 from hookline.report.report_runs import (
     FLIGHT_FILE,
     RunData,

@@ -3,6 +3,6 @@
 from hookline.testing.checking import Finding as Finding
 from hookline.testing.checking import HookCheck as HookCheck
 from hookline.testing.checking import check_hook as check_hook
-from hookline.testing.small_run import small_experiment as small_experiment
+from hookline.testing.checking import small_experiment as small_experiment
 
 __all__: list[str]

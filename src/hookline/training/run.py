@@ -323,7 +323,7 @@ class Run:
         """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
         guarded = self.guarded.parts(self.passes.loader)
         if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
-            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=self.manager.strict)
+            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1])
         return self._guard[1]
 
     def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:

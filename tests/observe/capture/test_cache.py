@@ -45,51 +45,6 @@ class _Pair(nn.Module):
         return {"places": x.long(), "main": x * 2, "weights": x.softmax(-1)}
 
 
-def test_the_main_tensor_of_an_output_is_what_a_patch_edits():
-    """Of a tuple or dict the first of real numbers; the table says which is shown, a notebook draws the others too."""
-    model = nn.Sequential(nn.Linear(3, 4), _Pair())
-    edited = []
-    with hl.patch(model, {"1": lambda main: edited.append(main) or main}), hl.capture(model, "*") as cache:
-        model(X)
-    assert cache["1"].tensor is cache["1"].output["main"]
-    assert torch.equal(cache["1"].tensor, edited[0])
-    assert cache["0"].tensor is cache["0"].output
-    assert cache["1"].calls[0].tensor is cache["1"].tensor
-    row, *_, foot = [line for line in str(cache).splitlines() if line.startswith(("1 ", "+1"))]
-    assert "(2, 4) +2  float32" in row
-    assert foot == "+1: .output has one more tensor; the one whose shape is shown is .tensor"
-    drawn = cache["1"]._repr_html_()
-    assert "output[main]" in drawn
-    assert "output[weights]" in drawn
-    assert "output[" not in cache["0"]._repr_html_()
-
-
-def test_an_output_without_a_tensor_and_a_number_for_a_name_say_what_to_write():
-    """Errors in the place of None and of a list of names near '0'."""
-    model = nn.Sequential(nn.Identity())
-    with hl.capture(model, "0") as cache:
-        model("text")
-        assert str(cache).endswith("1 module, 1 call, 0 B")
-    with pytest.raises(CaptureError, match="'0' is a str with no tensor in it"):
-        _ = cache["0"].tensor
-    with pytest.raises(hl.errors.NoMatchError, match=r"cache\[cache.names\[0\]\]"):
-        _ = cache[0]
-
-
-def test_clear_forgets_and_goes_on():
-    """The hooks stay on, and order starts anew."""
-    model = stack()
-    with hl.capture(model, ["a", "b"]) as cache:
-        model(X)
-        first = cache["a"].output
-        cache.clear()
-        assert len(cache) == 0
-        assert cache.bytes == 0
-        model(X)
-    assert cache["a"].output is not first
-    assert cache["a"].calls[0].step == 1
-
-
 @pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],

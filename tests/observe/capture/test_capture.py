@@ -207,11 +207,3 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scope": ({"scope": "thread"}, "scope= is 'context' or 'process', got 'thread'"),
     "stop with grads": ({"stop": True, "grads": True}, "stop=True ends the forward before there is a loss"),
 }
-
-
-@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_options_are_refused_before_anything_is_attached(options, message):
-    model = stack()
-    with pytest.raises(hl.errors.OptionError, match=message):
-        hl.capture(model, "a", **options)
-    hl.assert_no_hooks(model, foreign=True)

@@ -110,16 +110,6 @@ def test_each_call_has_its_own_gradient(how):
     assert (calls[0].grad is None) is (how == "first without")
 
 
-def test_forwards_may_be_differentiated_in_any_order():
-    """The gradient goes to the forward it belongs to."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    with hl.capture(model, "0", grads=True) as cache:
-        losses = [model(x()).sum() * factor for factor in (1, 2, 3)]
-        losses[1].backward()
-        losses[0].backward()
-    assert [call.grad is not None and call.grad[0, 0].item() for call in cache["0"].calls] == [1.0, 2.0, False]
-
-
 def test_several_backward_passes_are_told_apart():
     """``.grad`` asks which is meant; ``.grads`` has them all."""
     model = nn.Sequential(nn.Linear(3, 3))
@@ -130,18 +120,6 @@ def test_several_backward_passes_are_told_apart():
     with pytest.raises(CaptureError, match=r"2 backward passes came through '0'.*\.calls\[i\]\.grads\[j\]"):
         cache["0"].grad
     assert [grad[0, 0].item() for grad in cache["0"].calls[0].grads] == [1.0, 2.0]
-
-
-def test_a_gradient_that_somebody_changes_is_an_error():
-    """As for outputs: here it is the tensor that the caller of ``backward`` gave."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    with hl.capture(model, "0", grads=True) as cache:
-        output = model(x())
-        grad = torch.ones(2, 3)
-        output.backward(grad)
-        grad.zero_()
-    with pytest.raises(CaptureError, match=r"The gradient of '0', shape \(2, 3\), was changed in place"):
-        cache["0"].grad
 
 
 @pytest.mark.parametrize("how", ["kept", "kept twice"])

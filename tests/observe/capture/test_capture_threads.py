@@ -15,7 +15,6 @@ from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
-from hookline.errors import CaptureError
 from hookline.sites import hook_at_site as context
 
 OPTIONS: dict[str, dict[str, Any]] = {"outputs": {}, "all": {"inputs": True, "grads": True}, "clones": {"clone": True}}
@@ -88,17 +87,6 @@ def test_two_tasks_on_one_model_never_see_each_others_tensors(options):
     assert wrong == []
 
 
-def test_calls_of_others_are_said_to_be_theirs():
-    """The error of a capture that stayed empty tells of ``scope="process"``."""
-    model = stack()
-    with hl.capture(model, "0") as cache:
-        thread = threading.Thread(target=run, args=(model, 1.0))
-        thread.start()
-        thread.join()
-    with pytest.raises(CaptureError, match=r"Nothing was captured of '0': no call was made in the thread.*'process'"):
-        cache["0"].output
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_capture_of_the_process_has_every_call(options):
     """Each call with its own inputs and gradients, whoever made it."""
@@ -113,14 +101,3 @@ def test_a_capture_of_the_process_has_every_call(options):
             slope = 1 - torch.tanh(call.output) ** 2
             torch.testing.assert_close(call.grad, slope)
             assert torch.equal(model[1](call.inputs[0]), call.output)
-
-
-def test_the_backward_may_run_in_another_thread():
-    """It is the forward that counts, as on a GPU."""
-    model = stack()
-    with hl.capture(model, "1", grads=True) as cache:
-        loss = model(torch.ones(1, 2)).sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-    assert cache["1"].grad is not None

@@ -81,15 +81,6 @@ def test_captures_can_be_differentiated(options):
     assert torch.equal(model[0].bias.grad, torch.full((3,), float(rows)))
 
 
-def test_detach_cuts_the_graph():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    with hl.capture(model, "#", detach=True, inputs=True) as cache:
-        output = model(X)
-    assert not cache["1"].output.requires_grad
-    assert cache["1"].output.data_ptr() == output.data_ptr()
-    assert not cache["1"].inputs[0].requires_grad
-
-
 # -- parts ---------------------------------------------------------------------------------------------------
 
 INDICES: dict[str, Any] = {
@@ -127,44 +118,7 @@ def test_a_part_is_kept_in_memory_of_its_own(index, mode):
     assert kept.untyped_storage().nbytes() == kept.numel() * 4
 
 
-def test_a_part_is_taken_of_every_tensor_that_has_dimensions():
-    """Of inputs and gradients too; scalars and other values are kept whole."""
-    model = nn.Sequential(nn.Linear(3, 3), both())
-    with hl.capture(model, "#", index=(slice(None), -1), inputs=True, grads=True) as cache:
-        model(X)["loss"].backward()
-    output = cache["1"].output
-    assert output["hidden"].shape == (2, 3)
-    assert output["ids"].shape == (2,)
-    assert output["loss"].shape == ()
-    assert output["none"] is None
-    assert cache["0"].inputs[0].shape == (2, 3)
-    assert torch.equal(cache["0"].grad, torch.ones(2, 3))
-
-
-def test_an_index_that_does_not_fit_names_site_and_shape():
-    """The forward ends there; captures made before are readable, nothing stays attached."""
-    model = nn.Sequential(nn.Linear(3, 3), both())
-    message = r"index=\(:, 0, 0, 0\) does not fit the output of '0', of shape \(2, 4, 3\)"
-    with pytest.raises(CaptureError, match=message), hl.capture(model, "#", index=(slice(None), 0, 0, 0)):
-        model(X)
-    numbers = hl.capture(model, "0", index=lambda tensor: tensor.tolist())
-    with pytest.raises(CaptureError, match="a function given as index= takes a tensor and returns one"), numbers:
-        model(X)
-    hl.assert_no_hooks(model, foreign=True)
-
-
 # -- types and devices ---------------------------------------------------------------------------------------
-
-
-def test_floating_point_tensors_are_cast_and_others_kept():
-    """A type of numbers for what is measured in them."""
-    model = nn.Sequential(both())
-    with hl.capture(model, "0", dtype="bfloat16", inputs=True) as cache:
-        model(X)
-    output = cache["0"].output
-    assert (output["hidden"].dtype, output["ids"].dtype) == (torch.bfloat16, torch.int64)
-    assert cache["0"].inputs[0].dtype == torch.bfloat16
-    assert torch.equal(output["hidden"], (X * 2).bfloat16())
 
 
 # -- the run is left alone -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from helpers_modules import Returns
 from helpers_patch import made
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hookline as hl
 from hookline.observe.patch.parts import rebuilt
@@ -113,40 +113,6 @@ def test_who_keeps_the_structure_is_not_surprised():
     assert kept["inner"]["hidden"].any()
     assert not found["inner"]["hidden"].any()
     assert found["aside"] is kept["aside"]
-
-
-def test_a_tensor_that_is_there_twice_is_edited_in_both_places():
-    """The last hidden state, say, which is also the last of all hidden states."""
-    model, x = made(Returns, lambda h: BaseModelOutput(last_hidden_state=h, hidden_states=(h * 2, h)), 4, 4)
-    with hl.patch(model, {"": hl.edits.ablate()}):
-        found = model(x)
-    assert not found.last_hidden_state.any()
-    assert found.hidden_states[1] is found.last_hidden_state
-    assert found["hidden_states"][0].any()
-
-
-def test_what_cannot_be_copied_is_said():
-    """Instead of an edit that is silently not made."""
-
-    class Stubborn(UserDict[str, Any]):
-        def __setitem__(self, key: str, value: Any) -> None:
-            if hasattr(self, "closed"):
-                raise TypeError("closed")
-            super().__setitem__(key, value)
-
-    def wrap(h: Tensor) -> Stubborn:
-        value = Stubborn(hidden=h)
-        value.closed = True
-        return value
-
-    model, x = made(Returns, wrap, 4, 4)
-    with (
-        hl.patch(model, {"": hl.edits.ablate()}),
-        pytest.raises(
-            hl.errors.HookReturnError, match=r"output of the model has a structure of which no copy .*\(closed\)"
-        ),
-    ):
-        model(x)
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from helpers_modules import Returns
 from helpers_patch import gradients, made
 from torch import nn
 
@@ -27,21 +26,6 @@ def test_after_the_block_everything_is_as_before(on):
     hl.assert_no_hooks(model)
     assert torch.equal(model(x), output)
     assert all(map(torch.equal, gradients(model, model(x)), grads))
-
-
-def test_a_patch_says_what_it_did():
-    """One receipt for each target; the patch prints as what is on where."""
-    model, x = made()
-    with hl.patch(model, {"layers.#": hl.edits.ablate(), "head": abs}) as patched:
-        model(x), model(x)
-        assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; on, .remove() takes it off>"
-        first, second = patched.report()
-    assert str(first) == "ablate (forward): matched 3, attached 3, fired 6, last at step 1"
-    assert (second.name, second.fired) == ("abs", 2)
-    assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; off>"
-    with hl.patch(model, {"layers.#": hl.edits.ablate()}, name="mine") as patched:
-        model(x)
-        assert patched.report()[0].name == "mine"
 
 
 def test_a_function_can_ask_where_it_is():
@@ -122,35 +106,6 @@ def test_what_cannot_be_done_is_said_before_anything_is_attached(case):
     hl.assert_no_hooks(model)
 
 
-@pytest.mark.parametrize("on", ["backward", "state_dict_pre"])
-def test_only_outputs_and_inputs_are_patched(on):
-    model, _ = made()
-    with pytest.raises(
-        hl.errors.KindError, match=f"on='forward_pre'.*not '{on}': gradients are edited by hookline.attach"
-    ):
-        hl.patch(model, {"head": hl.edits.ablate()}, on=on)
-
-
-OPTIONS = {
-    "ablate by a tensor": (lambda: hl.edits.ablate(V), r"ablate\(\) takes a number, got a Tensor.*replace"),
-    "no vector": (lambda: hl.edits.steer("north"), r"vector of steer\(\) has to be a tensor.*'north'"),
-    "no cache": (lambda: hl.edits.swap(V), r"swap\(\) takes the cache.*got a Tensor.*replace"),
-    "None in an index": (lambda: hl.edits.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
-    "a bool": (lambda: hl.edits.ablate(index=True), "index=True holds True"),
-    "fractions as places": (lambda: hl.edits.ablate(index=V), "float32 of shape .*a bool mask"),
-    "a mask behind an ellipsis": (lambda: hl.edits.ablate(index=(..., V > 0)), r"mask behind '\.\.\.': write a slice"),
-    "two ellipses": (lambda: hl.edits.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_an_edit_is_checked_where_it_is_made(case):
-    """With what was given and what to give."""
-    make, message = OPTIONS[case]
-    with pytest.raises(hl.errors.OptionError, match=message):
-        make()
-
-
 MISFITS = {
     "a vector of another length": (hl.edits.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
     "a vector of one": (hl.edits.steer(torch.ones(1)), r"vector of shape \(1,\)"),
@@ -198,21 +153,6 @@ def test_what_does_not_fit_is_said_in_the_call(case):
     ):
         model(x)
     hl.assert_no_hooks(model)
-
-
-@pytest.mark.parametrize(
-    "edit", [hl.edits.steer(V), hl.edits.scale(0.5), hl.edits.ablate(0.5), hl.edits.replace(V), hl.edits.replace(0.5)]
-)
-def test_whole_numbers_are_not_steered(edit):
-    """An output of whole numbers cannot hold fractions: an error, with where to go instead."""
-    model, x = made(Returns, lambda h: h.argmax(-1), 4, 4)
-    with (
-        hl.patch(model, {"": edit}),
-        pytest.raises(
-            hl.errors.HookReturnError, match=r"for real numbers, but the output of the model is of int64\. Choose"
-        ),
-    ):
-        model(x)
 
 
 def test_an_index_that_selects_nothing_in_any_call_is_told() -> None:

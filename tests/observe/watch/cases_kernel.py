@@ -17,13 +17,11 @@ from torch import Tensor
 
 from hookline.observe.watch import graph as by_rows
 from hookline.observe.watch import kernel as kernels
-from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.engine import DeviceRows, ExponentBins, StatRow, StatsEngine
 from hookline.observe.watch.graph import GraphHandover
 from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import DeviceRows, StatRow
 from hookline.observe.watch.row import Layout
-from hookline.observe.watch.units import ExponentBins
 from hookline.sites.compiled.op_schemas import Share
 
 # numpy, which the interpreter computes with, warns of NaN and Inf.

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.observe.watch.bad_order import CalledPlace
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class LogOfNegative(nn.Module):
@@ -86,28 +83,3 @@ def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> Non
         ("Inf", "middle/forward"),
         ("NaN", "drop/forward"),
     ]
-
-
-def test_a_check_of_operators_lists_the_places_in_the_order_of_bad_calls() -> None:
-    model = OneDropout(LogOfNegative())
-    optimizer, step = step_of(model)
-    with hl.debug.find_bad_operations(model, optimizer, step_fn=step) as check:
-        check.step(torch.randn(2, 4))
-    (report,) = check.reports
-    assert report.places == ("middle/forward", "drop/forward", "forward", "loss")
-    assert "seen at middle/forward and 3 more places" in str(report)
-
-
-def called(label: str, number: int, *, is_first_call: bool, device: torch.device = GPU) -> CalledPlace:
-    return CalledPlace(label, device, number, is_first_call)
-
-
-def test_the_table_says_what_it_counts_and_shows_the_first_troubles() -> None:
-    model = OneDropout(LogOfNegative())
-    optimizer, step = step_of(model)
-    with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
-        for _ in range(12):
-            step(torch.randn(2, 4))
-    assert "8 numbers" in str(alarm)
-    assert "2 more, in alarm.troubles" in str(alarm)
-    assert len(alarm.troubles) == 12

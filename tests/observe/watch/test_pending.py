@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.observe.watch.engine import WatchedPlace
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import WatchedPlace
 
 
 class Seen:

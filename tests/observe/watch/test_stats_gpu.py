@@ -15,13 +15,10 @@ from helpers_columns import DTYPES, LAYOUTS, assert_close
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.engine import DeviceRows, ExponentBins, StatRow, StatsEngine
 from hookline.observe.watch.graph import find_in
 from hookline.observe.watch.kernel import Kernel, readable
-from hookline.observe.watch.place import DeviceRows, StatRow
-from hookline.observe.watch.reduce import reduce_on_device
-from hookline.observe.watch.row import Layout
-from hookline.observe.watch.units import ExponentBins
+from hookline.observe.watch.row import Layout, reduce_on_device
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.observe.watch import budget
 
 
 class FakeClock:
@@ -26,7 +25,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     found = FakeClock()
-    monkeypatch.setattr(budget, "perf_counter", found)
+    monkeypatch.setattr("hookline.observe.watch.watch.perf_counter", found)
     return found
 
 

@@ -10,7 +10,6 @@ import torch
 from helpers_models import batch_for, make
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.observe.watch import graph
@@ -175,17 +174,6 @@ def test_watches_of_one_compiled_module_each_count_for_themselves_pause_and_come
     for watch in watches:
         watch.remove()
     hl.assert_no_hooks(model)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_around_compiled_code_is_counted_once(reentrant: bool):
-    """The forward that is repeated runs the same graph."""
-    model = make_net()
-    called = whole(model, "aot_eager")
-    with hl.watch(called, "head", on=("forward", "backward")) as watch:
-        for step in range(3):
-            checkpoint(called, data(step).requires_grad_(), use_reentrant=reentrant).sum().backward()
-    assert watch.report()["fired"] == {"head/forward": 3, "head/backward": 3}
 
 
 @pytest.mark.parametrize("stats", [None, "norm"])

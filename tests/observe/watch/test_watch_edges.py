@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -118,42 +117,6 @@ def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any]
     with pytest.raises(error, match=text):
         hl.watch(model, options.pop("target", "*"), **options)
     hl.assert_no_hooks(model)
-
-
-def test_a_model_without_parameters_is_watched_all_the_same():
-    """Nothing to say of them is no error, unless nothing else was asked for."""
-    model = nn.Tanh()
-    with hl.watch(model, None) as watch:
-        model(torch.ones(2))
-    assert watch.report()["fired"] == {"forward": 1, "backward": 0}
-    with pytest.raises(hl.errors.NoMatchError):
-        hl.watch(nn.Tanh(), None, on="param")
-
-
-@pytest.mark.parametrize(("stats", "always"), [(("max",), False), (("max", "finite_max"), True)])
-def test_extremes_of_finite_numbers_are_in_reports_with_nan_or_in_all_if_asked_for(stats, always):
-    model, found = nn.Identity(), []
-    with hl.watch(model, on="forward", stats=stats) as watch:
-        for other in (1.0, math.nan, 1.0):
-            model(torch.tensor([2.0, other]))
-            found.append(watch.to_metrics(reset=True).get("forward/finite_max"))
-    assert found == ([2.0, 2.0, 2.0] if always else [None, 2.0, None])
-
-
-def test_it_prints_as_a_table():
-    """One line per place, one column per statistic; then what is not shown, and whether the hooks are on."""
-    model = make_model()
-    with hl.watch(model, "#", on=("forward", "backward"), stats=("mean", "zero_fraction")) as watch:
-        assert str(watch) == "nothing watched yet"
-        model(batch())
-        head, *lines = str(watch).splitlines()
-        assert repr(watch).startswith(f"{watch}\nhooks: on")
-    assert head.split() == ["mean", "zero_fraction"]
-    assert [line.split()[0] for line in lines[:3]] == ["0/forward", "1/forward", "2/forward"]
-    assert "3 not shown" in lines[3]
-    assert len(watch.report()["silent"]) == 3
-    watch.to_metrics(reset=True)
-    assert str(watch).startswith("nothing since the last report or reset")
 
 
 # -- odd models and threads ----------------------------------------------------------------------------------

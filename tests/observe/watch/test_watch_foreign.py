@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.phases import in_phase
 
 
 class Net(nn.Module):
@@ -117,36 +115,6 @@ def test_training_in_evaluation_mode_counts_and_its_evaluations_do_not() -> None
     assert (report["fired"]["head/forward"], report["fired"]["head/backward"], report["left_out"]) == (4, 4, 3)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_parts_without_gradients_in_a_training_forward_count(reentrant: bool) -> None:
-    """Frozen parts in evaluation mode, and checkpointed ones: the forward of the model decides, once."""
-
-    class FoundByRow(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                x = self.encoder(x)
-            return checkpoint(self.head, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
-
-    model = FoundByRow()
-    model.encoder.eval()
-    with hl.watch(model, ["encoder", "head"], on="forward") as watch:
-        for _ in range(3):
-            model(torch.randn(6, 4)).sum().backward()
-    assert watch.report()["fired"] == {"encoder/forward": 3, "head/forward": 3}
-    assert watch.report()["left_out"] == 0
-
-
-def test_what_a_loop_says_goes_before_what_the_model_looks_like() -> None:
-    """In a phase that was entered, mode and gradients tell nothing."""
-    model, _ = make()
-    with hl.watch(model, "head", on="forward") as watch:
-        with in_phase("train"), torch.no_grad():
-            model.eval()(torch.randn(6, 4))
-        with in_phase("eval"):
-            model.train()(torch.randn(6, 4))
-    assert watch.report()["fired"]["head/forward"] == 1
-
-
 @pytest.mark.parametrize("has_other_hooks", [False, True])
 @pytest.mark.parametrize("evaluations", [0, 2, 3])
 @pytest.mark.parametrize("call", ["forward", "training_step"])
@@ -182,17 +150,3 @@ def test_a_resumed_watch_keeps_what_it_counted() -> None:
 
 
 # -- a model whose own forward is not called --------------------------------------------------------------------
-
-
-def test_a_part_that_is_called_in_another_mode_is_decided_about_anew() -> None:
-    """After a forward of the model that counted."""
-    model, _ = make()
-    with hl.watch(model, "head", on="forward") as watch:
-        model(torch.randn(6, 4))
-        model.head(torch.randn(6, 8))
-        model.eval()
-        model.head(torch.randn(6, 8))
-        with watch.paused():
-            model.train()(torch.randn(6, 4))
-            model.head(torch.randn(6, 8))
-    assert watch.report()["fired"]["head/forward"] == 2

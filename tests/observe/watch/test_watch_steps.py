@@ -105,14 +105,6 @@ def test_gradients_that_no_optimizer_holds_are_told_as_they_are():
             assert each.report()["fired"] == {"0.weight/param_grad": 2, "2.weight/param_grad": 0}
 
 
-def test_a_model_that_only_evaluates_has_steps_too():
-    model = make_model().eval()
-    with hl.watch(model, "0", on="forward", every=2) as watch, torch.no_grad():
-        for step in range(5):
-            model(batch(step))
-    assert watch.report()["fired"] == {"0/forward": 3}
-
-
 def test_steps_can_be_told_by_hand():
     """However many forwards a step has; gradients of parameters are read once at each."""
     model = make_model()
@@ -128,28 +120,6 @@ def test_steps_can_be_told_by_hand():
     assert watch.steps == 3
     assert watch.report()["fired"] == {"0/forward": 6, "0.weight/param_grad": 3, "0.bias/param_grad": 3}
     assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
-
-
-def test_steps_are_made_by_one_side_only():
-    """The optimizer, or the user; and with a scaler only the optimizer knows what is unscaled."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.watch(model, optimizer=optimizer) as watch, pytest.raises(hl.errors.OptionError, match="not both"):
-        watch.step()
-    scaler = torch.amp.GradScaler("cpu")
-    with hl.watch(model, scaler=scaler) as watch, pytest.raises(hl.errors.OptionError, match="give optimizer="):
-        watch.step()
-
-
-def test_a_warmup_begins_without_hooks():
-    """They come on when the first step is due."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    schedule = hl.StepSchedule("burst", stride=4, burst_length=2, warmup=3)
-    with hl.watch(model, "0", on="forward", every=schedule, optimizer=optimizer) as watch:
-        hl.assert_no_hooks(model)
-        train(model, optimizer, 10)
-    assert watch.report()["fired"] == {"0/forward": 4}  # 4, 5, 8, 9
 
 
 def test_a_closure_is_read_after_the_step_that_calls_it():

@@ -224,17 +224,16 @@ def parse_thresholds(texts: Iterable[str]) -> dict[str, float | Mapping[str, flo
     found: dict[str, float | Mapping[str, float]] = {}
     for text in texts:
         pattern, sign, bounds = text.rpartition("=")
-        if not sign or not pattern:
-            raise OptionError(f"--threshold {text!r}: write PATTERN=BOUND, such as 'layers.#.mlp=1e-3'.")
+        parts = [part.split(":", 1) for part in bounds.split(",")]
         try:
-            parts = [part.split(":", 1) for part in bounds.split(",")]
-            is_plain = ":" not in bounds
-            found[pattern] = float(bounds) if is_plain else {name.strip(): float(limit) for name, limit in parts}
+            found[pattern] = float(bounds) if ":" not in bounds else {name.strip(): float(at) for name, at in parts}
         except ValueError:
+            sign = ""
+        if not sign or not pattern:
             raise OptionError(
-                f"--threshold {text!r}: {bounds!r} is neither a number nor MEASURE:NUMBER[,MEASURE:NUMBER]; "
-                f"measures: {', '.join(_MEASURES)}."
-            ) from None
+                f"--threshold {text!r}: write PATTERN=BOUND, such as 'layers.#.mlp=1e-3', or "
+                f"PATTERN=MEASURE:BOUND[,MEASURE:BOUND]; measures: {', '.join(_MEASURES)}."
+            )
     return found
 
 

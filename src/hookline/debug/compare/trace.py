@@ -24,7 +24,7 @@ from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import NoMatchError, OptionError
 from hookline.factories.served_batch import running
 from hookline.messages import parse_size, suggest
-from hookline.observe.watch.steps import OptimizerSteps
+from hookline.observe.watch.hooks import OptimizerSteps
 from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach

@@ -23,7 +23,7 @@ from hookline.debug.compare.trace_files import TraceFolder, read_trace
 from hookline.errors import CompareError
 from hookline.guard.digest import dense
 from hookline.messages import type_name
-from hookline.observe.capture.cache import Cache
+from hookline.observe.capture.capture import Cache
 from hookline.tree import leaves
 
 __all__ = ["Run", "RunSource", "by_key", "read_run"]

@@ -26,7 +26,7 @@ from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.monitor import StepListener, StepRows, listen
 from hookline.observe.watch.row import BAD, COUNT, FIRES, SQUARES, SUM
 from hookline.plain import to_plain
-from hookline.report.recent_changes import LossHistory
+from hookline.report.anomalies import LossHistory
 from hookline.report.report_runs import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import ShownAsTable, Table

@@ -14,10 +14,10 @@ import linecache
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, sto
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["UNFILLED", "OperatorPlace", "OperatorPlaces", "OperatorRun", "operator_name"]
+__all__ = ["OperatorRun"]
 
-UNFILLED: Final = frozenset(
+_UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 )
 """Operators whose results hold whatever was in that memory before."""
@@ -74,7 +74,13 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, run_by: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._places = OperatorPlaces(model, run_by, self._take_output)
+        self._run_by = run_by
+        self._names = {id(module): name for name, module in clean_modules(model)}
+        self._parameters = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._running: list[str] = []
+        self._made: dict[int, tuple[str, OperatorPlace]] = {}
+        """The operator that made the graph node of that number, and its place."""
+        self._handles: list[Any] = []
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._origins: dict[int, _Origin] = {}
         """By the storage of a tensor that is not finite."""
@@ -88,13 +94,18 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How many operators ran."""
 
     def __enter__(self) -> OperatorRun:
-        self._places.__enter__()
+        # Hooks on all modules: the second run is eager, and hooks on the model's own would make its code compile anew.
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        self._places.__exit__(*exc_info)
+        for handle in self._handles:
+            handle.remove()
 
     def note_end(self, result: Any) -> None:
         """Look at what the step leaves behind: its result, gradients, parameters and buffers; in the block."""
@@ -119,9 +130,9 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_looking:
             return func(*args, **kwargs)
-        name, number = operator_name(func), self.num_operators
+        name, number = _operator_name(func), self.num_operators
         self.num_operators += 1
-        place = self._places.of_operator(str(func))
+        place = self._place_of(str(func))
         inputs = list(_inputs(func, name, args, kwargs))
         bad = [tensor for _, tensor in inputs if _is_bad(tensor)]
         has_nan = any(_has_nan(tensor) for tensor in bad)
@@ -129,7 +140,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes and not bad:  # they are gone afterwards
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
-        if name in UNFILLED:
+        if name in _UNFILLED:
             for tensor in _tensors(result):  # memory that was freed has no origin any more
                 self._origins.pop(_key(tensor), None)
             return result
@@ -176,19 +187,24 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is not None:
             given = f"{name!r} was not finite when the step began"
         what = "NaN" if _has_nan(tensor) else "Inf"
-        place, number = self._places.of_operator(""), self.num_operators
+        place, number = self._place_of(""), self.num_operators
         operation = BadOperation(
             "the first operator that reads it", what, place.where, place.module, "", "", place.source, number,
             (summarize_tensor("input", tensor),), (), given,
         )  # fmt: skip
         return _Origin(number, operation, is_at_fault=what == "Inf" and _has_plus(tensor))
 
-    def _take_output(self, output: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._running.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note origins of what a module returns."""
-        found = self._looked_at(list(_tensors(output)))
-        for origin in found:
-            origin.has_left = True
-        self._at_modules += found
+        if self._running:
+            found = self._looked_at(list(_tensors(output)))
+            for origin in found:
+                origin.has_left = True
+            self._at_modules += found
+            self._running.pop()
 
     def _looked_at(self, tensors: list[Tensor]) -> list[_Origin]:
         """Return the origins of tensors, without counting the operators that looking takes."""
@@ -197,6 +213,30 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._origins_of(tensors)
         finally:
             self._is_looking = False
+
+    # -- where an operator runs --------------------------------------------------------------------------------
+
+    def _place_of(self, operator: str) -> OperatorPlace:
+        """Return where the operator is called that runs now, and note it for the backward of its node."""
+        node = None if _torch.graph_task_id() == -1 or _torch.in_recomputation() else _torch.current_node()
+        if node is not None:
+            return self._of_node(node)
+        line, in_optimizer = _user_line(self._run_by)
+        module = self._running[-1] if self._running else None
+        where = "forward" if module is not None else "optimizer" if in_optimizer else "outside of the model"
+        place = OperatorPlace(where, module, line=line)
+        # The node of an operator is made before the operator is called; later ones without a node change nothing.
+        self._made.setdefault(_torch.sequence_number() - 1, (operator, place))
+        return place
+
+    def _of_node(self, node: Any) -> OperatorPlace:
+        name = node.name().rpartition("::")[2]
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        if leaf is not None:
+            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, name)
+        operator, made = self._made.get(_torch.sequence_number_of(node), ("", None))
+        module, line = (None, None) if made is None else (made.module, made.line)
+        return OperatorPlace("backward", module, name, operator, line)
 
 
 @dataclass
@@ -243,7 +283,7 @@ class _Call:
         return not any(map(_is_bad, _tensors(again)))
 
 
-def operator_name(func: Any) -> str:
+def _operator_name(func: Any) -> str:
     """Return the name of an operator without namespace and overload."""
     return str(func._schema.name).rpartition("::")[2]
 
@@ -335,71 +375,6 @@ class OperatorPlace(NamedTuple):
         path, number, function = self.line
         text = linecache.getline(path, number).strip()
         return f"{os.path.basename(path)}:{number}, in {function}" + (f": {text}" if text else "")
-
-
-class OperatorPlaces:
-    """Follow modules while the block lasts.
-
-    Args:
-        model: The model.
-        run_by: The code of the function that runs the step: the code above it has only caused the run.
-        at_output: Is called with the output of each module.
-    """
-
-    def __init__(
-        self, model: nn.Module, run_by: CodeType, at_output: Callable[[Any], None] = lambda output: None
-    ) -> None:
-        self._run_by = run_by
-        self._names = {id(module): name for name, module in clean_modules(model)}
-        self._parameters = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-        self._at_output = at_output
-        self._running: list[str] = []
-        self._made: dict[int, tuple[str, OperatorPlace]] = {}
-        """The operator that made the graph node of that number, and its place."""
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Self:
-        # Hooks on all modules: the second run is eager, and hooks on the model's own would make its code compile anew.
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._running.append(self._names.get(id(module), type(module).__name__))
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running:
-            self._at_output(output)
-            self._running.pop()
-
-    def of_operator(self, operator: str) -> OperatorPlace:
-        """Return where the operator is called that runs now, and note it for the backward of its node."""
-        node = None if _torch.graph_task_id() == -1 or _torch.in_recomputation() else _torch.current_node()
-        if node is not None:
-            return self._of_node(node)
-        line, in_optimizer = _user_line(self._run_by)
-        module = self._running[-1] if self._running else None
-        where = "forward" if module is not None else "optimizer" if in_optimizer else "outside of the model"
-        place = OperatorPlace(where, module, line=line)
-        # The node of an operator is made before the operator is called; later ones without a node change nothing.
-        self._made.setdefault(_torch.sequence_number() - 1, (operator, place))
-        return place
-
-    def _of_node(self, node: Any) -> OperatorPlace:
-        name = node.name().rpartition("::")[2]
-        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
-        if leaf is not None:
-            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, name)
-        operator, made = self._made.get(_torch.sequence_number_of(node), ("", None))
-        module, line = (None, None) if made is None else (made.module, made.line)
-        return OperatorPlace("backward", module, name, operator, line)
 
 
 def _user_line(run_by: CodeType) -> tuple[tuple[str, int, str] | None, bool]:

@@ -7,32 +7,291 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookline.errors import OptionError
-from hookline.observe.capture.cache import Cache
-from hookline.observe.capture.calls import ValueStore
-from hookline.observe.capture.recorder import CaptureRecorder
+from hookline import checkpoint_file
+from hookline.errors import CaptureError, CheckpointError, NoMatchError, OptionError, ResumeError
+from hookline.messages import counted, nearest_names, size_text
+from hookline.observe.capture.calls import Captured, CapturedCall, CaptureRecorder, CaptureStopped, ValueStore, bytes_of
 from hookline.observe.index import TokenAxes, parse_index
 from hookline.phases import ALL_PHASES, PHASES, validate_phases
 from hookline.sites.attach import attach_to_modules, new_attachment
-from hookline.sites.hook_at_site import AttachOptions, open_context
+from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import AttachOptions, close_context, open_context
 from hookline.sites.kinds import Kind
 from hookline.sites.receipt import likely_cause
-from hookline.sites.roles import Layers, with_role
+from hookline.sites.roles import IN_BLOCKS, Layers, modules_in_role, role_target, with_role
 from hookline.sites.signature import HookTraits
 from hookline.sites.targets import Named, check_model, choose
+from hookline.sites.wrappers import submodule
+from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
+from hookline.tree import main_of, tensors_of, to_builtins
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hookline.hook_types import Scope, Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
-__all__ = ["capture"]
+__all__ = ["Cache", "Captured", "capture"]
+
+_MAX_ROWS: Final = 60
+_MAX_MAPS: Final = 12
+"""Heat maps that a notebook shows at once: 10 kB each at most."""
+_ENDED_EARLY: Final = "stop=True ended the block here: nothing behind the model's call in it was run"
+_MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
+
+
+class Cache(ShownAsTable, Mapping[str, Captured]):
+    """Captured modules by name, in the order in which they were first captured; prints as a table.
+
+    Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
+    ``for name, captured in cache.items(): ...``; by role and block ``cache["resid", 3]``, and of all blocks
+    ``cache.stack("resid")``; ``cache.save("run.cache")`` and ``hookline.observe.Cache.load("run.cache")``.
+
+    A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
+    Copies and pickles hold what a file would; they capture no more.
+    """
+
+    def __init__(self, recorder: CaptureRecorder, model: Callable[[], nn.Module | None] = lambda: None) -> None:
+        self._recorder = recorder
+        self._model = model
+        self._calls = recorder.calls
+        self._is_closed = False
+        """Whether its hooks are off, or never were on."""
+        self.ended_early = False
+        """Whether ``stop=True`` has ended the block: what came after the model's call in it was not run."""
+        self.handles: dict[Kind, HookHandle] = {}
+        """The hooks, one attachment for each kind."""
+        self.reasons: dict[str, Callable[[], str]] = {}
+        """For each module that is to be captured, a function that says why it was not."""
+
+    # -- what was captured -------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules that were captured, in the order in which they first were."""
+        return tuple(self._calls)
+
+    @property
+    def bytes(self) -> int:
+        """The memory that the captured tensors keep; what several of them share counts once."""
+        return bytes_of(tensor for calls in [*self._calls.values()] for call in calls for tensor in call.tensors())
+
+    def __getitem__(self, name: str | tuple[str, int]) -> Captured:
+        if isinstance(name, tuple):
+            name = self._in_role(name)
+        elif name not in self._calls and name not in self.reasons:
+            name = self._resolve(name)
+        return Captured(name, tuple(self._calls.get(name, ())), self._why_none)
+
+    def stack(self, role: str) -> Tensor:
+        """Return the main tensors of a role, block by block, as one: (blocks, …); each was captured once.
+
+        Recipe: ``cache.stack("resid")[:, 0, -1]`` is the last token after each block. Row k is block k: it raises
+        where a block was not captured, or has nothing in that role, and where they are not of one shape.
+        """
+        model = self._live_model()
+        names = [name for name, _ in modules_in_role(model, role_target(role)) if name in self._calls]
+        if not names:
+            raise NoMatchError(f"Nothing with the role {role!r} was captured: capture(model, role={role!r}).")
+        blocks = len(modules_in_role(model, role_target("resid"))) if role in IN_BLOCKS else 1
+        if len(names) < blocks:
+            raise NoMatchError(
+                f"{role!r} was captured in {len(names)} of {blocks} blocks. Stack what you mean: "
+                f"torch.stack([cache[{role!r}, k].tensor for k in …])."
+            )
+        rows = [self[name].tensor for name in names]
+        if len({row.shape for row in rows}) > 1:
+            shapes = ", ".join(str(tuple(shape)) for shape in dict.fromkeys(row.shape for row in rows))
+            raise CaptureError(f"{role!r} has several shapes, as an encoder and a decoder have: {shapes}; stack parts.")
+        return torch.stack(rows)
+
+    def _live_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise CaptureError("Roles are read off the model, and this cache has none: it is gone, or this is a copy.")
+        return model
+
+    def _in_role(self, place: tuple[str, int]) -> str:
+        """Return the name of what has a role in a block."""
+        if len(place) != 2 or not isinstance(place[0], str) or not isinstance(place[1], Integral):
+            raise NoMatchError(f"A cache is read by name, or by role and block: cache['resid', 3]; got {place!r}.")
+        named = modules_in_role(self._live_model(), role_target(*place))
+        if not named or (named[0][0] not in self._calls and named[0][0] not in self.reasons):
+            what = f"{named[0][0]!r}, the {place[0]} of block {place[1]}," if named else f"Block {place[1]}"
+            raise NoMatchError(f"{what} was not captured: capture(model, role={place[0]!r}).")
+        return named[0][0]
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return (self._in_role(name) if isinstance(name, tuple) else name) in self._calls
+        except NoMatchError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def _table(self) -> Table:
+        calls = dict(self._calls)
+        if not calls:
+            return Table(title=f"Cache of {counted(len(self.reasons), 'module')}, none captured yet")
+        rows = [_cells(*item) for item in calls.items()]
+        num_calls = counted(sum(map(len, calls.values())), "call")
+        foot = [f"{counted(len(calls), 'module')}, {num_calls}, {size_text(self.bytes)}"]
+        foot += [_ENDED_EARLY] if self.ended_early else []
+        foot += [_MORE_TENSORS] if any(" +" in row[1] for row in rows) else []
+        header = ("name", "output", "dtype", "calls", "size")
+        return Table(header, rows, numbers=(3, 4), foot=foot, most=_MAX_ROWS)
+
+    def _repr_html_(self) -> str:
+        """Return the table and, folded, heat maps of the first modules; to draw these waits for their device."""
+        maps = "".join(calls[0]._repr_html_() for calls in [*self._calls.values()][:_MAX_MAPS])
+        folded = f"<details><summary>heat maps</summary>{maps}</details>" if maps else ""
+        return super()._repr_html_() + folded
+
+    def _state(self) -> str:
+        """Return whether it captures, and how to have it stop."""
+        return OFF if self._is_closed else ON
+
+    # -- coming off, starting over, keeping --------------------------------------------------------------
+
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
+        if self._is_closed:
+            return
+        silent, self._is_closed = False, True
+        try:
+            for kind, handle in reversed(self.handles.items()):  # forward, gradients, what opens calls
+                handle.remove(quiet=quiet or silent or kind is Kind.FORWARD_PRE)
+                # One warning for what was not called: it has no gradient either.
+                silent = len(self.handles) > 1 and bool(handle.report().silent)
+        finally:
+            if self._recorder.scope is not None:
+                close_context(self._recorder.scope)
+            self._calls = self._recorder.release()
+
+    def clear(self) -> None:
+        """Forget what was captured; the hooks stay on."""
+        self._recorder.clear()
+        self._calls.clear()
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to a file, in a folder that is there; return the path.
+
+        Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
+        as a dict, a named tuple as a tuple, and an object that is none of these as a text that names its class.
+        """
+        path = Path(path)
+        try:
+            checkpoint_file.write(path, {_KEY: self._plain_calls()})
+        except CheckpointError as error:
+            raise CaptureError(f"{path} cannot be written: {error} index= converts what is captured.") from error
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cache:
+        """Read what ``save`` has written, to the CPU. No code of the file is run."""
+        try:
+            tree = checkpoint_file.read(Path(path), lambda device: torch.device("cpu"))
+        except (CheckpointError, ResumeError) as error:
+            raise CaptureError(f"{path} is no file of Cache.save() that can be read: {error}") from error
+        if _KEY not in tree:
+            raise CaptureError(f"{path} was not written by Cache.save(): there is no {_KEY!r} in it.")
+        return _closed_cache(tree[_KEY])
+
+    def __enter__(self) -> Self:
+        if self._is_closed:
+            raise CaptureError(
+                "This cache is closed, and would capture nothing: its hooks came off at the end of its `with` block, "
+                "or it was loaded or copied. What it holds stays readable; for more, open another hl.capture(...)."
+            )
+        self._recorder.can_stop = True
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        self._recorder.can_stop = False
+        self.remove(quiet=error is not None)
+        self.ended_early = isinstance(error, CaptureStopped) and error.owner is self._recorder
+        return self.ended_early
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _closed_cache, (self._plain_calls(),)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _plain_calls(self) -> dict[str, list[dict[str, Any]]]:
+        """Return all calls, checked, in tuples, lists and dicts alone."""
+        return {
+            name: [to_builtins(call.to_dict(), _plain_leaf) for call in calls] for name, calls in self._calls.items()
+        }
+
+    def _why_none(self, name: str) -> str:
+        return self.reasons[name]()
+
+    def _resolve(self, name: str) -> str:
+        """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""
+        model = self._model()
+        known = {**self.reasons, **self._calls}
+        if model is not None and isinstance(name, str):
+            try:
+                meant = submodule(model, name)
+            except AttributeError:
+                meant = None
+            for other in known if meant is not None else ():
+                if ":" not in other and submodule(model, other) is meant:
+                    return other
+        near = nearest_names(str(name), known)
+        hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
+        raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
+
+
+def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
+    output = calls[0].values["output"].value
+    tensors = tensors_of(output)
+    main = main_of(tensors)
+    others = f" +{len(tensors) - 1}" if len(tensors) > 1 else ""
+    shape = type(output).__name__ if main is None else f"{tuple(main.shape)}{others}"
+    dtype = "–" if main is None else str(main.dtype).removeprefix("torch.")
+    size = bytes_of(tensor for call in calls for tensor in call.tensors())
+    return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(size)
+
+
+# -- copies and files ------------------------------------------------------------------------------------------------
+
+_KEY: Final = "hookline.capture"
+"""The one key of the tree that a file holds."""
+_PLAIN: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def _closed_cache(calls: dict[str, list[dict[str, Any]]]) -> Cache:
+    """Return a cache that holds these calls and captures no more."""
+    cache = Cache(CaptureRecorder(ValueStore()))
+    cache._calls = {name: [CapturedCall.of_dict(name, call) for call in each] for name, each in calls.items()}
+    cache._is_closed = True
+    return cache
+
+
+def _plain_leaf(leaf: Any) -> Any:
+    """Return a tensor without its graph, a number or text as it is, and of another object its class in words."""
+    if checkpoint_file.is_sharded(leaf):
+        raise CaptureError("A tensor that ranks hold in parts is not copied: capture index=lambda x: x.to_local().")
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    kind = type(leaf)
+    return leaf if isinstance(leaf, _PLAIN) else f"<{getattr(leaf, 'kind', f'{kind.__module__}.{kind.__qualname__}')}>"
+
+
+# -- the verb --------------------------------------------------------------------------------------------------------
 
 _OPTIONS: Final = AttachOptions(observe=True, name="capture")
 _WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
@@ -111,7 +370,10 @@ def capture(
             forward, for an ``index`` that does not fit.
     """
     check_model(model, targets)
-    _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
+    if stop and grads:
+        raise OptionError(
+            "stop=True ends the forward before there is a loss, so no gradient would come: drop stop= or grads=."
+        )
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     part = index if index is None or callable(index) else parse_index(index, new_dimensions=True)
@@ -211,14 +473,3 @@ def _parse_dtype(dtype: Any) -> torch.dtype:
             "types are kept as they are."
         )
     return found
-
-
-def _check_flags(**flags: Any) -> None:
-    """Raise for an option that is neither True nor False, and for two that exclude each other."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}= is True or False, got {value!r}.")
-    if flags.get("stop") and flags.get("grads"):
-        raise OptionError(
-            "stop=True ends the forward before there is a loss, so no gradient would come: drop stop= or grads=."
-        )

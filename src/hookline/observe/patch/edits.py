@@ -35,7 +35,6 @@ from hookline.observe.patch.parts import (
 from hookline.sites import _torch
 from hookline.sites.attention import AttentionPart
 from hookline.sites.targets import named_modules
-from hookline.tables import Table
 from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
@@ -90,10 +89,6 @@ class Edit:
     def __repr__(self) -> str:
         options = [self.options, "" if self.index is None else f"index={self.index}"]
         return f"{self.word}({', '.join(filter(None, options))})"
-
-    def _repr_html_(self) -> str:
-        part = "all" if self.index is None else self.index.text
-        return Table(("edit", "with", "part of the activation"), [(self.word, self.options or "–", part)]).html()
 
     def bound(
         self, model: nn.Module, chosen: Sequence[Named], *, inputs: bool, is_told: bool = True

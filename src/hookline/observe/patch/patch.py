@@ -37,7 +37,6 @@ from hookline.sites.kinds import Kind
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, hook_name
 from hookline.sites.targets import check_model, choose, describe
-from hookline.tables import OFF, ON
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,15 +171,6 @@ class Patch(HandleSet):
             if edit.index is not None and edit.index.calls and not edit.index.selects:
                 warnings.warn(_empty(edit.index), HooklineWarning, stacklevel=caller_stacklevel())
 
-    def __repr__(self) -> str:
-        reports = self.report()
-        edits = ", ".join(f"{report.name} on {_where([site.name for site in report.sites])}" for report in reports)
-        return f"<Patch {edits or 'on nothing'}; {self._state()}>"
-
-    def _state(self) -> str:
-        """Return whether the edits are made, and how to take them off."""
-        return ON if any(report.attached for report in self.report()) else OFF
-
 
 def _for_role(edits: Any, role: str | None, layer: Layers) -> dict[str, Any]:
     """Return the mapping that means one edit for a role."""
@@ -199,10 +189,6 @@ def _empty(index: EditIndex) -> str:
         "generate() with a key-value cache the forward of a new token has one position; a function that declares site= "
         "tells the forwards apart by site.step (0 is the prompt)."
     )
-
-
-def _where(names: list[str]) -> str:
-    return repr(names[0]) if len(names) == 1 else f"{len(names)} modules"
 
 
 def _checked_kind(on: str | Kind) -> Kind:

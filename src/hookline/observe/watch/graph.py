@@ -24,9 +24,8 @@ from hookline.sites.compiled.graph_passes import arrange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.engine import StatsEngine, WatchedPlace
     from hookline.observe.watch.kernel import Kernel
-    from hookline.observe.watch.place import WatchedPlace
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Share
 

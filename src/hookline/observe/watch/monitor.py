@@ -8,8 +8,8 @@ runs beside the next step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import BAD, FIRES, Layout
 from hookline.observe.watch.watch import Watch
@@ -32,15 +31,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.engine import DeviceRows, WatchedPlace
 
-__all__ = ["ArrivingSteps", "RowPart", "StepListener", "StepMonitor", "StepRows", "listen"]
+__all__ = [
+    "ArrivingSteps", "CallOrder", "FirstCalls", "PlaceRow", "RowPart", "StepListener", "StepMonitor", "StepRows",
+    "listen", "name_doubts",
+]  # fmt: skip
 
-_MOST_PARTS: Final = 256
-"""Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
+_NAMED: Final = 3
 
 
-class PlaceRow(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class PlaceRow:
     """The numbers of one place in one part of a step."""
 
     place: WatchedPlace
@@ -49,9 +51,106 @@ class PlaceRow(NamedTuple):
     """That of its row: its position in the order in which places first had a tensor."""
     row: NDArray[np.float64]
 
-    def called(self) -> CalledPlace:
-        """Return it as `CallOrder` sorts it."""
-        return CalledPlace(self.place.label, self.device, self.number, self.row[FIRES] == (self.row[BAD] or 1.0))
+    @property
+    def label(self) -> str:
+        """The name of the place in reports."""
+        return self.place.label
+
+    @property
+    def is_first_call(self) -> bool:
+        """Whether it is known to have been bad in its first call: in all of them, or in the only one."""
+        return bool(self.row[FIRES] == (self.row[BAD] or 1.0))
+
+
+class FirstCalls(NamedTuple):
+    """Places by their first bad call."""
+
+    places: list[PlaceRow]
+    """The first first."""
+    num_candidates: int
+    """How many of them, from the beginning of the list, may have been the first; 1 where the order is known."""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The places that may have been the first beside the one that is named; none where the order is known."""
+        return tuple(place.label for place in self.places[1 : self.num_candidates])
+
+    @property
+    def first(self) -> str:
+        """The place that is named, and in words which others may have been the first; empty if there is none."""
+        named = self.places[0].label if self.places else ""
+        return f"{named}, the first among it and {name_doubts(self.doubts)}" if self.doubts else named
+
+
+@dataclass
+class CallOrder:
+    """What is known of the order of calls in a step or a micro-batch.
+
+    Statistics are added up per place, and a module may be called several times in one forward, a shared dropout for
+    instance. On a CPU a row notes when it got its first bad call. Elsewhere only the counts are known, so several
+    places may have been the first; they are told as such.
+    """
+
+    bad_rows: dict[torch.device, list[int]] = field(default_factory=dict)
+    """The rows in the order of their first bad calls, on devices where that is noted."""
+    ordered_rows: dict[torch.device, int] = field(default_factory=dict)
+    """How many rows are numbered in the order of calls: those of the first step. A later one may be called anywhere."""
+
+    @classmethod
+    def take(cls, rows: Mapping[torch.device, DeviceRows], ordered_rows: dict[torch.device, int]) -> CallOrder:
+        """Return the order since the last call; notes begin anew."""
+        return cls({device: found for device, of in rows.items() if (found := of.take_bad_order())}, ordered_rows)
+
+    def sort(self, places: Iterable[PlaceRow]) -> FirstCalls:
+        """Return places by their first bad calls."""
+        by_device: dict[torch.device, list[PlaceRow]] = {}
+        for place in places:
+            by_device.setdefault(place.device, []).append(place)
+        first: list[PlaceRow] = []
+        after: list[PlaceRow] = []
+        for device, some in by_device.items():
+            found = self._sort_noted(device, some) or self._sort_counted(device, some)
+            first += found.places[: found.num_candidates]
+            after += found.places[found.num_candidates :]
+        return FirstCalls([*first, *after], len(first))
+
+    def _sort_noted(self, device: torch.device, places: list[PlaceRow]) -> FirstCalls | None:
+        """Return the order that was noted, if it was noted for all."""
+        position = {number: place for place, number in enumerate(self.bad_rows.get(device, ()))}
+        if any(place.number not in position for place in places):
+            return None
+        return FirstCalls(sorted(places, key=lambda place: position[place.number]), 1)
+
+    def _sort_counted(self, device: torch.device, places: list[PlaceRow]) -> FirstCalls:
+        """Return the order as far as it follows from the order of first calls.
+
+        The place that comes first is the first one whose first call was bad. One whose first call came before that may
+        have been bad earlier, in a later call; it is most often one that a bad tensor has come to.
+        """
+        ordered = self.ordered_rows.get(device)
+        by_number = sorted(places, key=lambda place: place.number)
+        late = [place for place in by_number if ordered is not None and place.number >= ordered]
+        sure = next((place for place in by_number if place.is_first_call and place not in late), None)
+        doubtful = [
+            place
+            for place in by_number
+            if place in late or (not place.is_first_call and (sure is None or place.number < sure.number))
+        ]
+        first = doubtful if sure is None else [sure, *doubtful]
+        return FirstCalls([*first, *(place for place in by_number if place not in first)], len(first))
+
+
+def name_doubts(doubts: tuple[str, ...]) -> str:
+    """Return the other places that may have been the first, in words."""
+    more = len(doubts) - _NAMED
+    named = ", ".join(map(repr, doubts[:_NAMED]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
+# -- the monitor -----------------------------------------------------------------------------------------------------
+
+_MOST_PARTS: Final = 256
+"""Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
 
 
 @dataclass(slots=True)
@@ -101,17 +200,16 @@ class StepRows:
         """Return for each place that had a tensor the sums of its columns; by first calls."""
         found: dict[WatchedPlace, NDArray[np.float64]] = {}
         for part in self.parts:
-            for place, _, _, row in part.of_places():
-                found[place] = found[place] + row if place in found else row
+            for each in part.of_places():
+                found[each.place] = found[each.place] + each.row if each.place in found else each.row
         return list(found.items())
 
     def bad_places(self, leave_out: Collection[str] = ()) -> FirstCalls:
         """Return the places that had NaN or infinity by their first bad calls."""
-        bad: dict[str, CalledPlace] = {}
+        bad: dict[str, PlaceRow] = {}
         num_candidates = 0
         for part in self.parts:
-            found = [each.called() for each in part.of_places(BAD)]
-            calls = part.order.sort(each for each in found if each.label not in leave_out)
+            calls = part.order.sort(each for each in part.of_places(BAD) if each.label not in leave_out)
             num_candidates = num_candidates or calls.num_candidates
             for each in calls.places:
                 bad.setdefault(each.label, each)

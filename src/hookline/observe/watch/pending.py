@@ -27,7 +27,7 @@ from torch import Tensor
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.engine import WatchedPlace
 
 __all__ = ["PendingTensors", "Streams", "limit_of", "streams_of"]
 
@@ -64,11 +64,7 @@ class PendingTensors:
     """
 
     def __init__(
-        self,
-        reduce: Callable[[Sequence[_Note]], None],
-        device: torch.device = _CPU,
-        *,
-        limit: int | None = None,
+        self, reduce: Callable[[Sequence[_Note]], None], device: torch.device = _CPU, *, limit: int | None = None
     ) -> None:
         self._reduce = reduce
         self._limit = limit_of(device) if limit is None else limit

@@ -18,8 +18,8 @@ from hookline.distributed.ranks import is_distributed, rank_count, rank_names, t
 from hookline.distributed.reduce import Exchange, Holding, NamedPart, Reduced, SameIfEqual
 from hookline.distributed.shards import activation_shard, parameter_shard, tensor_parallel_ranks
 from hookline.errors import RankError
+from hookline.observe.watch.engine import BY_UNIT, AliveUnits, ExponentBins
 from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
-from hookline.observe.watch.units import BY_UNIT, AliveUnits, ExponentBins
 from hookline.sites.targets import select
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
-    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
     from hookline.observe.watch.row import Layout
 
 __all__ = ["RankStats", "rank_in_words", "same_on_ranks"]

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
-from hookline.observe.watch.bad_order import CalledPlace, name_doubts
-from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
-from hookline.observe.watch.monitor import RowPart, StepListener, listen
+from hookline.observe.watch.hooks import LOCAL_GRADIENT
+from hookline.observe.watch.monitor import PlaceRow, RowPart, StepListener, listen, name_doubts
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
 from hookline.phases import phase
 from hookline.sites.handle import HandleSet
@@ -207,11 +206,11 @@ class StepAlarm(ShownAsTable):
 
     def _find(self, part: RowPart, micro_batch: int) -> None:
         """Note the first place of each kind of trouble in one micro-batch."""
-        found: dict[str, dict[CalledPlace, tuple[float, float]]] = {what: {} for what in _WORDS}
+        found: dict[str, dict[PlaceRow, tuple[float, float]]] = {what: {} for what in _WORDS}
         for each in part.of_places():
-            what, value, usual = self._judge(each.place.label, each.row)
+            what, value, usual = self._judge(each.label, each.row)
             if what:
-                found[what][each.called()] = value, usual
+                found[what][each] = value, usual
         was_high, self._is_high = self._is_high, bool(found["spike"])
         bad = part.order.sort([*found["NaN"], *found["Inf"]]).places
         first_first = dict.fromkeys("NaN" if place in found["NaN"] else "Inf" for place in bad)
