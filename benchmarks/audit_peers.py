@@ -335,7 +335,9 @@ class Probing(hl.InterventionHook):
 
 INSTRUMENTS = {
     "probe": Instrument("a forward by hand, in training mode", "torch", with_use, lambda: probe),
-    "careful_probe": Instrument("a forward by hand between `eval()` and `train()`", "torch", with_use, lambda: careful_probe),
+    "careful_probe": Instrument(
+        "a forward by hand between `eval()` and `train()`", "torch", with_use, lambda: careful_probe
+    ),
     "debug_mode": Instrument("torch's `DebugMode`", "torch", by_hand, debug_mode),
     "flops": Instrument("torch's `FlopCounterMode`", "torch", by_hand, flop_counter),
     "profiler": Instrument("`torch.profiler.profile`", "torch", by_hand, lambda: lambda: torch.profiler.profile()),
