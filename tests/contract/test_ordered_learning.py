@@ -236,42 +236,6 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
     ]
 
 
-def test_an_intervention_reads_what_observers_found_in_this_firing():
-    read = []
-
-    class Reads(hl.InterventionHook):
-        hook_points = {HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            read.append(self.manager.get_last_metrics())
-
-    manager = hl.HookManager(hooks=[Reads(), Observer(HookPoint.POST_EPOCH)])
-    hl.epoch_loop(make_experiment(), epochs=2, manager=manager)
-    assert read == [{"observer/count": 1}, {"observer/count": 2}]
-
-
-def test_gradients_are_kept_for_hooks_that_need_them():
-    """The mean over the epoch to 1e-6, those of the step before to the bit; for others there are none."""
-    grads = []
-
-    class Reads(Observer):
-        def compute(self, ctx):
-            grads.append({name: p.grad.clone() for name, p in ctx.model.named_parameters()})
-
-    needs = Observer(*HookPoint, name="needs", needs_grads=True, needs_prev_step_grads=True)
-    plain = Observer(*HookPoint, name="plain")
-    hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[needs, Reads(HookPoint.POST_STEP)]))
-    hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[plain]))
-    assert all(ctx.accumulated_grads is None and ctx.prev_step_grads is None for ctx in plain.contexts)
-    at_end = next(ctx for ctx in needs.contexts if ctx.hook_point is HookPoint.POST_EPOCH)
-    steps = [ctx for ctx in needs.contexts if ctx.hook_point is HookPoint.POST_STEP]
-    for name in grads[0]:
-        mean = torch.stack([each[name] for each in grads]).mean(0)
-        torch.testing.assert_close(at_end.accumulated_grads[name], mean, atol=1e-6, rtol=0)
-        for before, ctx in zip(grads, steps[1:], strict=False):
-            assert torch.equal(before[name], ctx.prev_step_grads[name])
-
-
 def test_batch_gradients_are_those_of_autograd_and_leave_the_others_alone():
     found = []
     fails = [False]
@@ -356,36 +320,3 @@ def test_shuffles_after_going_back_to_before_the_epoch_differ():
     assert same(train([]), train([Counterfactual()]))
     assert len({tuple(order) for order in orders}) == 6
     assert len({tuple(sorted(order)) for order in orders}) == 1
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_state_of_hooks_waits_on_the_cpu_if_asked(offload):
-    class Window(hl.TrainingHook):
-        hook_points = {HookPoint.POST_EPOCH}
-
-        def __init__(self):
-            self.kept = None
-
-        def compute(self, ctx):
-            weight = ctx.model[0].weight.detach().clone()
-            moved = None if self.kept is None else {"moved": (weight - self.kept).norm()}
-            self.kept = weight
-            return moved
-
-        def get_state_tensors(self):
-            return {} if self.kept is None else {"kept": self.kept}
-
-        def set_state_tensors(self, tensors):
-            self.kept = tensors["kept"]
-
-    sink, hook = hl.sinks.MemorySink(), Window()
-    hl.epoch_loop(
-        make_experiment(), epochs=3, manager=hl.HookManager(hooks=[hook], sinks=[sink], offload_state=offload)
-    )
-    assert [epoch for epoch, _ in sink.series("Window/moved")] == [1, 2]
-    assert hook.kept.device.type == "cpu"
-    expected = make_experiment()
-    weights = []
-    expected.on_epoch_end = lambda epoch, metrics: weights.append(expected.model[0].weight.detach().clone())
-    hl.epoch_loop(expected, epochs=3)
-    assert sink.latest["Window/moved"] == pytest.approx((weights[2] - weights[1]).norm().item())

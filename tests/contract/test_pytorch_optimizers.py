@@ -86,39 +86,6 @@ def test_hooks_on_every_optimizer_run_around_its_own_as_torchs_do():
     ]
 
 
-@BOTH
-def test_step_hooks_get_the_optimizer_and_the_arguments_of_the_step(put):
-    """`(optimizer, args, kwargs)` where args[0] is the optimizer; the closure is where the caller put it."""
-    optimizer, seen = sgd(), []
-
-    def closure():
-        return torch.tensor(3.0)
-
-    for kind in STEP_KINDS:
-        put(optimizer, lambda opt, args, kwargs, kind=kind: seen.append((kind, opt, args, kwargs)), kind)
-    optimizer.step(closure)
-    optimizer.step(closure=closure)
-    assert [(kind, opt is optimizer) for kind, opt, _, _ in seen] == [(kind, True) for kind in STEP_KINDS * 2]
-    assert [args for _, _, args, _ in seen] == [(optimizer, closure)] * 2 + [(optimizer,)] * 2
-    assert [kwargs for *_, kwargs in seen] == [{}] * 2 + [{"closure": closure}] * 2
-
-
-@BOTH
-def test_a_step_pre_hook_may_change_the_arguments_and_the_gradients(put):
-    """The returned (args, kwargs) is what the step is called with; gradients edited in place are stepped on."""
-    optimizer, called = sgd(lr=1.0), []
-
-    def edit(opt, args, kwargs):
-        weight_of(opt).grad.mul_(0.5)
-        return (opt, lambda: called.append("mine") or torch.tensor(7.0)), {}
-
-    put(optimizer, edit, "step_pre")
-    loss = optimizer.step(lambda: called.append("theirs"))
-    assert called == ["mine"]
-    assert loss == 7.0
-    assert weight_of(optimizer).tolist() == [0.5, 1.5]
-
-
 # -- once per step --------------------------------------------------------------------------------------------
 
 

@@ -119,21 +119,6 @@ def test_a_hook_is_told_which_tensor_each_gradient_belongs_to():
 
 @EDITING
 @pytest.mark.parametrize("produced", [False, True], ids=["leaf", "non_leaf"])
-def test_a_kwargs_only_call_reports_the_gradients_of_its_inputs(editing, produced):
-    """Keyword inputs are inputs: each has its gradient, in the order of the call."""
-    a, b, seen = leaf(2), leaf(2, seed=2), []
-    module = Fn(lambda *, a, b: a * 2 + b * 3)
-    hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
-    given = {"a": a * 1, "b": b * 1} if produced else {"a": a, "b": b}
-    module(**given).sum().backward()
-    [(grad_input, grad_output)] = seen
-    assert [grad.tolist() for grad in grad_input] == [[2.0, 2.0], [3.0, 3.0]]
-    assert [grad.tolist() for grad in grad_output] == [[1.0, 1.0]]
-    assert (a.grad.tolist(), b.grad.tolist()) == ([2.0, 2.0], [3.0, 3.0])
-
-
-@EDITING
-@pytest.mark.parametrize("produced", [False, True], ids=["leaf", "non_leaf"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_inputs_inside_containers_report_their_gradients(structure, editing, produced):
     """A container as argument: its tensors' gradients are reported, and the forward is given its type."""
