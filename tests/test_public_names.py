@@ -33,7 +33,7 @@ FUNCTIONS = _named("""
         record register_hooks rollback saved_tensors step_loop trace watch write_report
     debug: read_trace trace_outputs find_bad_operations doctor bisect packed_rows padded_rows
         read_flight
-    distributed: gather_objects is_distributed rank_count reduce_metrics this_rank
+    distributed: gather_objects is_distributed rank_count this_rank
     edits: ablate mean_ablate replace scale steer swap
     guard: rollback
     metta: attach_fisher_information_hooks attach_gradient_flow_hooks attach_relu_activation_hooks

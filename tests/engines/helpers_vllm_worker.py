@@ -9,9 +9,18 @@ import torch
 from torch import nn
 
 from hookline.engines.vllm.extension import HookExtension
+from hookline.factories import current_tokens
 
 STATS = {"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 PROMPTS = {"a-00000001": 3, "b-00000002": 2}
+
+KEPT = []
+"""The tables of tokens that `keep_tokens` has seen."""
+
+
+def keep_tokens(config):
+    """Make a hook as a user would, which asks whose rows it sees."""
+    return lambda module, inputs, output: KEPT.append(current_tokens())
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookline.engines.vllm import VllmHooks, worker_hooks
 from hookline.errors import HookNameError, OptionError
-from hookline.factories.probe_heads import ProbeHead
+from hookline.factories import ProbeHead
 
 STEER = {
     "target_modules": ["layers.1"],
