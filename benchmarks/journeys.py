@@ -3,7 +3,8 @@
     python benchmarks/journeys.py                       # all journeys
     python benchmarks/journeys.py "compute to CSV" run --files
 
-Definition. `Counter` listens to ``sys.setprofile`` in the thread of the caller. Each call of a Python function whose
+Definition. `Counter` listens to ``sys.setprofile`` in the thread of the caller, and in those that `completion` starts,
+the engine's among them, so that its changes vary a little. Each call of a Python function whose
 code is in the package is one visit to the file of that code; generators count each time they are resumed.
 
 - files: the number of different files visited.
@@ -19,6 +20,7 @@ public names and the command line only, so that two versions of the package can 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import inspect
@@ -28,6 +30,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -64,20 +67,29 @@ class Counter:
 
     def __init__(self) -> None:
         self.visits: list[str] = []
+        self._is_on = False
 
     def __enter__(self) -> Counter:
         gc.collect()
         gc.disable()  # callbacks of dead objects are no part of a journey
-        sys.setprofile(self._note)
+        self._is_on = True
+        sys.setprofile(self.note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        self._is_on = False
         gc.enable()
 
-    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        """Count a call while entered, in whichever thread listens."""
         code = frame.f_code
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(_PACKAGE):
+        if (
+            self._is_on
+            and event == "call"
+            and code.co_flags & inspect.CO_OPTIMIZED
+            and code.co_filename.startswith(_PACKAGE)
+        ):
             self.visits.append(code.co_filename.removeprefix(_PACKAGE))
 
 
@@ -204,6 +216,33 @@ def spec_file_to_firing(world: World, counter: Counter) -> None:
     runner.close()
 
 
+def completion(world: World, counter: Counter) -> None:
+    """Answer a completion with hidden states of two layers, by the app of our server, not for the first time."""
+    import httpx
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hookline.serve import Engine, make_app
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "hooks": {"hidden_states": {"layers": ["model.layers.#"]}}}
+    engine = Engine(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval())
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            with counter:
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+
+    threading.setprofile(counter.note)
+    try:
+        engine.start()
+        asyncio.run(ask())
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        engine.close()
+
+
 def run_flags(world: World, counter: Counter) -> None:
     """Run two epochs of the embedded experiment with its smallest group of hooks, by flags."""
     command_line(world, counter, "run", "mod_arithmetic", "--epochs", "2", "--with-hooks", "minimal")
@@ -251,6 +290,7 @@ JOURNEYS: Final[dict[str, Journey]] = {
     "compute to CSV, next": lambda world, counter: write_metric(world, counter, before=1),
     "spec to firing": spec_to_firing,
     "spec file to firing": spec_file_to_firing,
+    "completion": completion,
     "run": run_flags,
     "run file": run_file,
 }

@@ -42,12 +42,9 @@ def test_workers_agree_on_ids_also_after_errors(context):
         hooks.add({**STATS, "target_modules": ["nope"]})
     with pytest.raises(OptionError, match="no option"):
         hooks.add({**STATS, "config": {"x": 1}})
-    engine.workers[1].get_model().layers.append(nn.Identity())  # a module that the first worker lacks
-    only_second = hooks.add({**STATS, "target_modules": ["layers.2"]})
-    assert (only_second["id"], only_second["missing_on"], only_second["matched"]) == ("h3", [0], ["layers.2"])
-    assert hooks.add(STATS)["id"] == "h4"
+    assert hooks.add(STATS)["id"] == "h3"
     engine.step(PROMPTS)
-    assert {each["id"]: each["fired_by_rank"] for each in hooks.list()}["h4"] == {"0": 2, "1": 3}
+    assert hooks.list()[0]["fired_by_rank"] == {"0": 2, "1": 2}
 
 
 def test_one_worker_that_fails_takes_the_hook_off_the_others(context):
