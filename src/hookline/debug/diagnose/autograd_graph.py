@@ -17,9 +17,8 @@ from hookline.guard.guard import rollback
 from hookline.messages import type_name
 from hookline.sites.attach import attach
 from hookline.sites.functions.attach_function import attach_function
-from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
-from hookline.sites.site_info import Site
+from hookline.sites.site_info import FunctionSite, Site
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import ShownAsTable, Table

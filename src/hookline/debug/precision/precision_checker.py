@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -29,12 +30,11 @@ from hookline.debug.precision.precision_record import (
 from hookline.errors import NonFiniteError, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites.attach import attach
+from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.functions.attach_function import attach_function
 from hookline.sites.functions.function_names import find_places
-from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
-from hookline.sites.modules.attach_everywhere import attach_everywhere
-from hookline.sites.site_info import Site
+from hookline.sites.site_info import FunctionSite, Site
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import OFF, ON
 from hookline.tree import leaves
@@ -119,13 +119,12 @@ class PrecisionChecker:
         """Attach the hooks of the level; called again, also after `remove`, the hooks are on once."""
         self._general.remove(quiet=True)
         model = None if self._model is None else self._model()
+        attach_to_all: Any = attach_everywhere if model is None else partial(attach, model, "*")
         if self.config.level >= 1:
             self._general = HandleSet(
                 [
-                    attach_everywhere(self._see_outputs, within=model, observe=True, name="PrecisionChecker"),
-                    attach_everywhere(
-                        self._see_gradients, on="backward_pre", within=model, observe=True, name="PrecisionChecker"
-                    ),
+                    attach_to_all(self._see_outputs, observe=True, name="PrecisionChecker"),
+                    attach_to_all(self._see_gradients, on="backward_pre", observe=True, name="PrecisionChecker"),
                 ]
             )
         if self.config.level >= 2:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from hookline.errors import CaptureError
 from hookline.messages import type_name
-from hookline.notebook_html import line
 from hookline.observe.heat_map import heat_maps_of
 from hookline.observe.index import index_text
 from hookline.sites import _torch
-from hookline.tables import THE_MODEL
+from hookline.tables import THE_MODEL, line
 from hookline.tree import leaves, main_tensor, map_tensors, tensors_of
 
 __all__ = ["Captured", "CapturedCall", "NoNumbers", "StoredValue", "ValueStore", "bytes_of"]

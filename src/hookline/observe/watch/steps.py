@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from hookline.errors import OptionError
 from hookline.phases import During, phase
 from hookline.sites import _torch
+from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, ForwardCounter
-from hookline.sites.modules.attach_everywhere import attach_everywhere
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 
 if TYPE_CHECKING:
