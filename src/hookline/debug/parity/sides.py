@@ -33,8 +33,7 @@ from hookline.factories.replacing import stream_of, with_stream
 from hookline.messages import short_repr
 from hookline.phases import in_eval_mode
 from hookline.serve.load_model import load
-from hookline.serve.row_batch import BatchForward, RowBatch
-from hookline.serve.sampling import ChosenToken, choose
+from hookline.serve.row_batch import BatchForward, ChosenToken, RowBatch, choose
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.wrappers import unwrap

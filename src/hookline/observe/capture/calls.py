@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from hookline.errors import CaptureError, OptionError
 from hookline.messages import type_name
-from hookline.notebook_html import line
 from hookline.observe.heat_map import heat_maps_of
 from hookline.observe.index import GIVE_ROWS, TokenAxes, index_text
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
-from hookline.tables import THE_MODEL
+from hookline.tables import THE_MODEL, line
 from hookline.tree import leaves, main_tensor, map_tensors, tensors_of
 
 if TYPE_CHECKING:
