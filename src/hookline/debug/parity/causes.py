@@ -245,8 +245,7 @@ def _tokens_and_positions(pair: Pair) -> Iterator[Cause]:
         text = "the engine has not seen the first token of the prompt (BOS)"
         yield Cause("tokens", "first token", text, pair.gap(cut))
     for shift in (1, -1):
-        text = f"positions of decoded tokens are off by {shift:+d} in the engine"
-        yield Cause("positions", "decode", text, pair.gap(shift=shift))
+        yield Cause("positions", "decode", f"the engine's positions are off by {shift:+d} there", pair.gap(shift=shift))
 
 
 def _rope(pair: Pair) -> Iterator[Cause]:
@@ -295,8 +294,10 @@ def _ties(pair: Pair, layers: Errors, bad: Sequence[str]) -> Cause | None:
     off = apart(pair.answers, pair.trainer.run(pair.answers)).abs().sort().values
     last = max(bad, key=list(layers).index, default=None)
     stays = rms(off[: math.ceil((1 - _TIES) * len(off))]) if last is None else pair.gap(healed=[last])
-    text = f"{float((off > 2 * pair.most).double().mean()):.1%} of the tokens are far off: they went to other experts"
-    return Cause("router ties", last or "routers", text, stays) if stays <= pair.most else None
+    share = layers[last].affected if last else float((off > 2 * pair.most).double().mean())
+    text = f"{share:.1%} of the tokens are far off"
+    cause = Cause("router ties", last or "routers", f"{text}: they went to other experts", stays)
+    return None if stays > pair.most else cause if layers else _unsure(f"{text}: ties of the routers?")
 
 
 def _from_layers(pair: Pair, layers: Errors, before: float) -> tuple[Cause, Errors]:

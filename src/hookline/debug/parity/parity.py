@@ -33,9 +33,6 @@ __all__ = ["Group", "Parity", "ParityCallback", "parity"]
 
 logger = logging.getLogger("hookline.parity")
 
-_LOGPROBS: Final = "sampling_per_token_logps"
-"""What TRL calls the log-probs of the engine."""
-_BINS: Final = 25
 _STYLE: Final = ":root { color-scheme: light dark } body { margin: 24px; font: 14px/1.5 system-ui, sans-serif }"
 
 
@@ -122,9 +119,7 @@ def parity(
     # models of float32 may compute in less, as under autocast
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(lower, "16-bit rounding" if pair.is_wide else lower)
     progress("noise: each side against itself")
-    noise = _noise(pair, ours[:watched])
-    far = {"trainer": rounding, "engine": apart(answers, true)}
-    noise |= {f"{side} against higher precision": Group.of(each) for side, each in far.items()}
+    noise = _noise(pair, ours[:watched], {"trainer": rounding, "engine": apart(answers, true)})
     layers: dict[str, LayerError] = {}
     if all(answer.states for answer in pair.answers):
         progress("layers: the engine's hidden states in the trainer")
@@ -197,10 +192,11 @@ def _answers(side: EngineSide, given: Sequence[Answer], how: Request, vocabulary
     return answers
 
 
-def _noise(pair: Pair, ours: Sequence[Answer]) -> dict[str, Group]:
-    """Return how far each side is from itself, in other batches and pieces."""
+def _noise(pair: Pair, ours: Sequence[Answer], far: Mapping[str, Tensor]) -> dict[str, Group]:
+    """Return how far each side is from higher precision, as given, and from itself in other batches and pieces."""
     alone, left = replace(pair.trainer, batch=1), replace(pair.trainer, padding="left")
-    found = {f"trainer, batch of 1 against {pair.trainer.batch}": apart(alone.run(pair.answers), ours)}
+    found = {f"{side} against higher precision": each for side, each in far.items()}
+    found[f"trainer, batch of 1 against {pair.trainer.batch}"] = apart(alone.run(pair.answers), ours)
     found["trainer, padded left against right"] = apart(left.run(pair.answers), ours)
     if pair.engine.scores_prompts:
         found["engine, again in one piece"] = apart(pair.engine.rescore(pair.answers), pair.answers)
@@ -282,11 +278,11 @@ def _worst(answers: Sequence[Answer], ours: Sequence[Answer], text: Callable[[An
     return found
 
 
-def _histogram(found: Tensor, expected: Tensor) -> dict[str, list[float]]:
+def _histogram(found: Tensor, expected: Tensor, bins: int = 25) -> dict[str, list[float]]:
     """Return how many tokens have which ratio, trainer over engine, and how many would if rounding were all."""
     most = max(float(found.abs().max()), float(expected.abs().max()), 1e-9)
-    counts = [torch.histc((-each).float(), _BINS, -most, most).tolist() for each in (found, expected)]
-    centres = (torch.arange(_BINS) + 0.5) / _BINS * 2 * most - most
+    counts = [torch.histc((-each).float(), bins, -most, most).tolist() for each in (found, expected)]
+    centres = (torch.arange(bins) + 0.5) / bins * 2 * most - most
     return {"ratio": centres.exp().tolist(), "found": counts[0], "expected": counts[1]}
 
 
@@ -462,11 +458,11 @@ class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not lo
 
     def _sequences(self, kept: list[Any]) -> list[dict[str, Any]]:
         """Return what was sampled last, with the engine's log-probs."""
-        if self._trainer is None or any(batch.get(_LOGPROBS) is None for batch in kept):
+        if self._trainer is None or any(batch.get("sampling_per_token_logps") is None for batch in kept):
             raise OptionError("It keeps no log-probs of an engine (use_vllm, rollout_func), or nobody called follow().")
         found = []
         for batch in kept:
-            for row, logprobs in enumerate(batch[_LOGPROBS]):
+            for row, logprobs in enumerate(batch["sampling_per_token_logps"]):
                 asked, given = batch["prompt_mask"][row].bool(), batch["completion_mask"][row].bool()
                 prompt, completion = batch["prompt_ids"][row][asked], batch["completion_ids"][row][given]
                 sample = {"prompt": prompt.tolist(), "completion": completion.tolist()}

@@ -97,10 +97,10 @@ class Scorer:
     """By so many the positions of answers are moved."""
 
     def __post_init__(self) -> None:
-        self.inner: Any = unwrap(self.model)
-        if not hasattr(self.inner, "get_input_embeddings"):
-            raise OptionError(f"parity takes a causal language model of transformers, got {type(self.inner).__name__}.")
-        embedding: Tensor = self.inner.get_input_embeddings().weight
+        inner: Any = unwrap(self.model)
+        if not hasattr(inner, "get_input_embeddings"):
+            raise OptionError(f"parity takes a causal language model of transformers, got {type(inner).__name__}.")
+        self.inner, embedding = inner, inner.get_input_embeddings().weight
         self.device, self.dtype, self.vocabulary = embedding.device, embedding.dtype, len(embedding)
         self.roles = find_roles(self.model)
         self.blocks = self.roles.get("resid", [])
@@ -166,7 +166,7 @@ def _put(place: Tensor, states: Tensor, name: str) -> Tensor:
         raise OptionError(
             f"{name} gives {[*place.shape]} numbers, the engine {[*states.shape]}: other model, or cache."
         )
-    off = (place.double() - states.double()).norm(dim=-1) / states.double().norm(dim=-1).clamp(min=1e-300)
+    off: Tensor = (place.double() - states.double()).norm(dim=-1) / states.double().norm(dim=-1).clamp(min=1e-300)
     place.copy_(states)
     return off.cpu()
 
@@ -379,10 +379,9 @@ class _Http(EngineSide):
         elif has_states:
             body |= {"vllm_xargs": {"hookline": json.dumps({"key": key, **wanted})}, "cache_salt": key}
         choice = self._get("/v1/completions", body)["choices"][0]
-        found = (
-            choice.get("hooks") if self._is_ours or not has_states else self._get(f"/hooks/results/{key}")["answers"][0]
-        )
-        states = (found or {}).get("hidden_states")
+        is_apart = has_states and not self._is_ours
+        found = self._get(f"/hooks/results/{key}")["answers"][0] if is_apart else choice.get("hooks")
+        states = found["hidden_states"] if has_states else {}
         if not how.new_tokens:
             return _answer(prompt, [], states=states)
         try:
