@@ -28,7 +28,7 @@ def main() -> None:
         getattr(torch, asked.dtype)
     )
     found = hl.parity(model, copy.deepcopy(model), helpers.texts(32, 5), new_tokens=64, watched=32)
-    print("| comparison | tokens | mean | rms | p99 | max | ratio outside [0.9, 1.1] |\n|---|---|---|---|---|---|---|")
+    print("| comparison | tokens | mean | rms | p50 | p99 | max | ratio outside [0.9, 1.1] |\n|---|" + "---|" * 7)
     for name, group in {"engine against trainer": found.gap, **found.noise}.items():
         print("|", " | ".join((name, *group.row())), "|")
     print(found.sentence)

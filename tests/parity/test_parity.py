@@ -21,6 +21,8 @@ import transformers
 
 import hookline as hl
 from hookline.cli.main import main
+from hookline.engines.hidden_states import StatesOfLayer
+from hookline.factories import stream_of
 from hookline.phases import in_phase
 
 SMALL: dict[str, Any] = {"new_tokens": 12}
@@ -185,6 +187,30 @@ for engine in ("model", helpers.llama(layers=2)):
 
 def test_a_model_and_a_folder_need_torch_and_transformers_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", _BARE], cwd=tmp_path, check=True)
+
+
+def test_a_function_gives_states_as_a_session_hands_them_out() -> None:
+    """As one does that asks the model runner of SGLang."""
+    trainer = helpers.llama()
+    served = copy.deepcopy(trainer)
+    helpers.stale_weight(served)
+    kept: dict[str, Any] = {}
+    for name in ("model.embed_tokens", *(f"model.layers.{number}" for number in range(4)), "model.norm"):
+        served.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: kept.update({name: stream_of(module, output)[0]})
+        )
+
+    def engine(sequences: list[list[int]]) -> Any:
+        for ids in sequences:
+            with torch.no_grad():
+                logits = served(torch.tensor([ids])).logits[0, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+            places = [*range(len(ids))]
+            yield ids, logprobs.tolist(), {name: StatesOfLayer(places, rows).to_plain() for name, rows in kept.items()}
+
+    found = hl.parity(trainer, engine, helpers.prompts(4))
+    assert found.cause is not None
+    assert (found.cause.name, found.cause.where) == ("layer", "model.layers.1")
 
 
 def test_nothing_of_the_trainer_is_changed() -> None:
