@@ -81,7 +81,7 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     run.load_state_dict(state["run"])
     if step is not None and manager.global_step != step - 1:
         warn_user(
-            f"The state of the hooks is of {manager.global_step + 1} steps, and the run goes on after {step}; "
+            f"The state of the hooks is of {manager.global_step + 1} steps, and the run continues after {step}; "
             "schedules follow the run."
         )
         manager.global_step = step - 1
@@ -105,12 +105,12 @@ def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: 
     chosen = about["by_rank"][rank] if has_all else {name: part for name, part in state.items() if name != "ranks"}
     if about["count"] != count and rank == 0:
         sentence = (
-            f"The state of the hooks was saved by {about['count']} ranks, and the run goes on with {count}: all go on "
-            f"with the state of rank {about.get('rank', 0)}."
+            f"The state of the hooks was saved by {about['count']} ranks, and the run continues with {count}: all "
+            f"continue with the state of rank {about.get('rank', 0)}."
         )
     elif not has_all and about["count"] == count and about["rank"] != rank:
         sentence = (
-            f"The state of the hooks is of rank {about['rank']} alone, and rank {rank} goes on with it. Next: save on "
+            f"The state of the hooks is only of rank {about['rank']}, and rank {rank} continues with it. Next: save on "
             "every rank, by state_dict(all_ranks=True)."
         )
     return _at_home(chosen, model), sentence

@@ -132,6 +132,6 @@ def _check_folder(folder: Path, *, with_tokenizer: bool) -> str:
     if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
-            "prompts of token ids alone: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
+            "prompts of token ids only: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
         )
     return kind

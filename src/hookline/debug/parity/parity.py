@@ -356,7 +356,7 @@ class Parity:
         groups = {"engine against trainer": self.gap, **self.groups, **self.noise}
         foot = [f"rms that rounding explains: {self.yardstick:.2g}"]
         if self.other_likeliest is not None:
-            foot.append(f"likeliest for one side alone: {self.other_likeliest:.2%}")
+            foot.append(f"likeliest for only one side: {self.other_likeliest:.2%}")
         header = ("tokens", "count", "mean", "rms", "p50", "p99", "max", "outside")
         tables = [Table(("side", ""), [*self.facts.items()])]
         tables.append(Table(header, [(name, *each.row()) for name, each in groups.items()], range(1, 8), foot=foot))

@@ -74,7 +74,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token.strip():
-            raise OptionError("The token is empty. Leave it out, or give one that nobody guesses.")
+            raise OptionError("The token is empty. Leave it out, or give one that is hard to guess.")
         if self.token is not None and any(each.isspace() for each in self.token):
             raise OptionError("The token has spaces or line breaks in it, and no header can say those; take them out.")
         if self.protect == "everything" and self.token is None:
