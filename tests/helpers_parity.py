@@ -217,6 +217,19 @@ def swapped_experts(model: Any) -> None:
             weight[[0, 1]] = weight[[1, 0]].clone()
 
 
+def tied_router(model: Any, margin: float = 0.01) -> None:
+    """Choose the third expert in place of the second in layer 1 where the two are nearly as likely."""
+
+    def choose(module: nn.Module, args: Any, output: Any) -> Any:
+        logits, weights, chosen = output
+        best = logits.softmax(-1).topk(3)
+        is_tie = best.values[:, 1] - best.values[:, 2] < margin * best.values[:, 1]
+        chosen[is_tie, 1] = best.indices[is_tie, 2]
+        return logits, weights, chosen
+
+    model.model.layers[1].mlp.gate.register_forward_hook(choose)
+
+
 class NoBos:
     """An engine that loses the first token of each prompt, and answers as if it had not."""
 

@@ -281,19 +281,6 @@ class OnParameter(OnModule):
         return hl.attach(self.model, "0.weight", hook, **options)
 
 
-class WithinAModel(OnModule):
-    """Every module of a model of which one is called; for parameters, a model with one."""
-
-    def __init__(self, kind: str, model: nn.Module | None = None) -> None:
-        torch.manual_seed(0)
-        super().__init__(kind, nn.Sequential(nn.Linear(2, 2, bias=False)) if model is None else model)
-        self.called = self.layer
-        self.late = kind == "param_grad"
-
-    def put(self, hook: Any, **options: Any) -> hl.HookHandle:
-        return hl.attach_everywhere(hook, within=self.layer, **options)
-
-
 class Everywhere(OnModule):
     """Every module of the process, of which one is called."""
 
@@ -548,7 +535,6 @@ _VARIANTS: list[tuple[type[Place], list[str]]] = [
     (WithKwargs, FORWARD),
     (AlwaysCalled, ["forward"]),
     (OfOneContext, CALL),
-    (WithinAModel, [*CALL, "full_backward", *STATE, "param_grad"]),
 ]
 
 

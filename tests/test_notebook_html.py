@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.notebook_html import shade_style
+from hookline.tables import shade_style
 
 ZERO, BAD = 127, 255
 """Places in the palette of a picture."""

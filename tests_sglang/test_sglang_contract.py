@@ -258,7 +258,6 @@ def test_what_tensor_parallelism_cuts_is_refused(modules: Any) -> None:
     [
         ("activation_stats", {}),
         ("nan_alarm", {}),
-        ("record_mean", {}),
         ("steer", {"vector": [1.0] * 8}),
         ("export", {"folder": "exported"}),
         ("probe", {"head": {"layers": [{"weight": [[1.0] * 8], "bias": [0.0]}]}, "add_residual": True}),

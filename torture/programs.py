@@ -204,7 +204,7 @@ def _observe(t: Training, rng: random.Random, seen: Seen) -> Any:
 
 
 def _everywhere(t: Training, rng: random.Random, seen: Seen) -> Any:
-    return hl.attach_everywhere(_junk, on=rng.choice(KINDS), within=rng.choice([t.model, None]), observe=True)
+    return hl.attach_everywhere(_junk, on=rng.choice(KINDS), observe=True)
 
 
 def _functions(t: Training, rng: random.Random, seen: Seen) -> Any:

@@ -46,6 +46,7 @@ from hookline.report.loaded_run import load_run as load_run
 from hookline.report.loaded_run import load_runs as load_runs
 from hookline.report.report_page import write_report as write_report
 from hookline.sites.attach import attach as attach
+from hookline.sites.everywhere import attach_everywhere as attach_everywhere
 from hookline.sites.find import assert_no_hooks as assert_no_hooks
 from hookline.sites.find import attached as attached
 from hookline.sites.find import find as find
@@ -55,7 +56,6 @@ from hookline.sites.gradient_limits import freeze as freeze
 from hookline.sites.handle import HandleSet as HandleSet
 from hookline.sites.handle import HookHandle as HookHandle
 from hookline.sites.kinds import Kind as Kind
-from hookline.sites.modules.attach_everywhere import attach_everywhere as attach_everywhere
 from hookline.sites.optimizers import attach_optimizer as attach_optimizer
 from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors import attach_node as attach_node

@@ -28,13 +28,8 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
         home = exports.get(name)
         if home is None:
-            below = [] if name.startswith("_") else [each for each, home in exports.items() if home == package]
-            found = _found_in(file, below, name)
-            hint = f"; it is {package}.{found}.{name}" if found else ""
             # With name and obj, a traceback ends with "Did you mean: 'attach'?".
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package]
-            )
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         if home == package:
             return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(home), name)
@@ -45,22 +40,6 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *exports})
 
     return __getattr__, __dir__, names
-
-
-def _found_in(file: str, below: list[str], name: str) -> str:
-    """Return which of the packages and modules ``below`` that of ``file`` has a public ``name``; nothing if none has.
-
-    None of them is imported: who asks by ``hasattr`` may not want torch.
-    """
-    import os
-
-    for each in below:
-        stub = os.path.join(os.path.dirname(file), each, "__init__.pyi")
-        with open(stub if os.path.exists(stub) else f"{os.path.dirname(stub)}.py", encoding="utf-8") as module:
-            text = module.read()
-        if f" import {name} as {name}\n" in text or f'"{name}"' in text.partition("__all__ = [")[2].partition("]")[0]:
-            return each
-    return ""
 
 
 def _exports(file: str) -> Iterator[tuple[str, str]]:

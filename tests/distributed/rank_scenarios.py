@@ -11,8 +11,8 @@ import torch.distributed as dist
 from helpers_ranks import run_cases
 
 import hookline
-from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
-from hookline.distributed.reduce import NamedPart
+from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, this_rank
+from hookline.distributed.reduce import NamedPart, reduce_records
 from hookline.errors import RankError
 
 
@@ -76,11 +76,12 @@ def by_rules() -> Any:
     }
     if rank:
         metrics["one"] = 8.0
-    return reduce_metrics(metrics, rules)
+    return reduce_records(gather_objects(metrics, what="metrics"), lambda name: rules.get(name, "none"))
 
 
 def lists_of_two_lengths() -> Any:
-    return refused(lambda: reduce_metrics({"a": [1.0] * (1 + this_rank())}, {"a": "mean"}))
+    records = gather_objects({"a": [1.0] * (1 + this_rank())}, what="metrics")
+    return refused(lambda: reduce_records(records, lambda name: "mean"))
 
 
 def other_options() -> Any:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_ranks import RanksFailed, run_ranks
+from helpers_ranks import run_ranks
 
-from hookline.distributed import gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
+from hookline.distributed import gather_objects, is_distributed, rank_count, this_rank
+from hookline.distributed.reduce import check_rule
 from hookline.errors import OptionError
 
 SCENARIOS = Path(__file__).with_name("rank_scenarios.py")
@@ -109,11 +110,6 @@ def test_without_ranks_everything_is_this_process(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert (this_rank(), rank_count(), is_distributed(), gather_objects(5, what="five")) == (0, 1, False, [5])
-    metrics = {"a": 2, "b": 3.0, "c": "x"}
-    assert reduce_metrics(metrics, {"a": "mean", "b": "l2", "c": "concat"}) == {
-        **{"a": 2, "b": 3.0},
-        "c": ["x"],
-    }
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (this_rank(), rank_count(), is_distributed()) == (3, 8, False)
@@ -122,16 +118,4 @@ def test_without_ranks_everything_is_this_process(monkeypatch):
 def test_an_unknown_rule_is_refused():
     """The error has the nearest rule."""
     with pytest.raises(OptionError, match="did you mean 'mean'"):
-        reduce_metrics({"a": 1.0}, {"a": "meen"})
-
-
-def raise_on_one() -> None:
-    """Raise on rank 1."""
-    if this_rank():
-        raise ValueError("as it should")
-
-
-def test_the_helper_reports_what_a_rank_raised():
-    """A failing rank fails the test, with its traceback."""
-    with pytest.raises(RanksFailed, match="as it should"):
-        run_ranks(raise_on_one)
+        check_rule("meen")

@@ -55,7 +55,7 @@ class Workers:
             },
             "hookline_list": lambda rank: {"hooks": [hook(rank)]},
             "hookline_add": lambda rank: {"hooks": [hook(rank)]},
-            "hookline_remove": lambda rank: {"hook": hook(rank)},
+            "hookline_remove": lambda rank: {"hooks": [hook(rank)]},
             "hookline_metrics": {"metrics": {"h1": {"mean": 0.5}}},
             "hookline_take": {"answers": []},
         }

@@ -9,9 +9,18 @@ import torch
 from torch import nn
 
 from hookline.engines.vllm.extension import HookExtension
+from hookline.factories import current_tokens
 
 STATS = {"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 PROMPTS = {"a-00000001": 3, "b-00000002": 2}
+
+KEPT = []
+"""The tables of tokens that `keep_tokens` has seen."""
+
+
+def keep_tokens(config):
+    """Make a hook as a user would, which asks whose rows it sees."""
+    return lambda module, inputs, output: KEPT.append(current_tokens())
 
 
 class Model(nn.Module):
@@ -19,21 +28,12 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.tail = nn.Identity()  # of which nobody knows how wide its output is before it runs
 
     def forward(self, input_ids, positions):
         x = input_ids[:, None] * torch.ones(4)
         for layer in self.layers:
             x = layer(x)
-        return self.tail(x)
-
-
-class Sampler(nn.Module):
-    """Choose token 7 for every request, and say how likely it was."""
-
-    def forward(self, count):
-        told = SimpleNamespace(logprob_token_ids=torch.full((count, 3), 7), logprobs=torch.full((count, 3), -2.0))
-        return SimpleNamespace(sampled_token_ids=torch.full((count, 1), 7, dtype=torch.int32), logprobs_tensors=told)
+        return x
 
 
 class Runner:
@@ -42,9 +42,6 @@ class Runner:
     def __init__(self, model, context):
         self.model, self.context = model, context
         self.input_batch = None
-        self.sampler = Sampler()
-        self.sampled = None
-        self.requests = {}
 
     def execute_model(self, scheduled):
         names = list(scheduled.counts)
@@ -59,9 +56,7 @@ class Runner:
         self.context.attn_metadata, self.context.skip_compiled = {}, False
         ids = torch.arange(1.0, 1 + sum(counts))
         with torch.inference_mode():
-            output = self.model(input_ids=ids, positions=torch.arange(sum(counts)))
-            self.sampled = self.sampler(len(names))
-            return output
+            return self.model(input_ids=ids, positions=torch.arange(sum(counts)))
 
 
 class Worker(HookExtension):

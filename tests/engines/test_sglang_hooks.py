@@ -210,23 +210,6 @@ def test_a_spec_that_cannot_be_attached_is_told_and_the_others_are_on(attached: 
     assert "model.layers.77" in caplog.text
 
 
-def test_a_vector_of_another_length_is_refused_before_the_first_request(attached: Any, caplog: Any) -> None:
-    """Layers by the configuration of the engine, projections by themselves; the one that fits is on."""
-    runner = Runner()
-    runner.model_config = SimpleNamespace(hidden_size=8)
-    for layer in runner.model.model.layers:
-        layer.input_layernorm = torch.nn.LayerNorm(8)
-    spec = {"hook_factory": "hookline.factories:steer", "config": {"vector": [1.0] * 7}}
-    wrong = [{**spec, "name": target, "target_modules": [target]} for target in (*LAYERS, "model.layers.0.mlp.2")]
-    fits = {**spec, "name": "fits", "target_modules": LAYERS, "config": {"vector": [1.0] * 8}}
-    _, hooks = attached(*wrong, fits, runner=runner)
-    assert [live.name for live in hooks.live.list()] == ["fits"]
-    for each in wrong:
-        assert (
-            f"hook {each['name']!r} is not attached: OptionError: steer was given what is for 7 numbers" in caplog.text
-        )
-
-
 def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> None:
     """Asked for by its rid before it begins: its rows alone, the sum of the pair that a layer gives, positions."""
     runner, hooks = attached()
@@ -255,15 +238,6 @@ def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> No
     assert not hooks.is_active
     with pytest.raises(OptionError, match="has no"):
         hooks.ask("c", {"hiden_states": {}})
-
-
-def test_hooks_come_and_go_between_forwards(attached: Any) -> None:
-    runner, hooks = attached()
-    plain = runner.run(_steps()[0])
-    (live,) = hooks.add(_steer())
-    assert not torch.equal(runner.run(_steps()[0]), plain)
-    hooks.live.remove(live.id)
-    assert torch.equal(runner.run(_steps()[0]), plain)
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from hookline.engines.vllm import engine_options, merge_added, merge_hooks
+from hookline.engines.vllm import engine_options, merge_hooks
 from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
 from hookline.engines.vllm.start_options import EXTENSION, StartOptions, register
 from hookline.errors import OptionError
@@ -33,17 +34,6 @@ def test_a_worker_that_misses_a_firing_is_not_hidden():
     answers = [{"rank": 0, "hooks": [hook(0, {"a": 5, "b": 5})]}, {"rank": 1, "hooks": [hook(1, {"a": 5, "b": 4})]}]
     merged = merge_hooks(answers)[0]
     assert (merged["fired"], merged["fired_by_rank"]) == (9, {"0": 10, "1": 9})
-    assert merged["missing_on"] == []
-
-
-def test_modules_of_pipeline_stages_add_up():
-    answers = [
-        {"rank": 0, "hooks": [hook(0, {"a": 5})]},
-        {"rank": 1, "error": {"type": "NoMatchError", "message": "no b"}},
-        {"rank": 2, "hooks": [hook(2, {"c": 5})]},
-    ]
-    merged = merge_added(answers)[0]
-    assert (merged["fired"], merged["matched"], merged["missing_on"]) == (10, ["a", "c"], [1])
 
 
 def test_an_error_in_one_worker_switches_off_and_counts():
@@ -65,15 +55,18 @@ def test_the_way_to_fire():
     assert choose_way(facts(graphs="piecewise")) == "on_demand"
     with pytest.raises(OptionError, match="enforce-eager"):
         choose_way(facts(graphs="full"))
+    with pytest.raises(OptionError, match="stages"):
+        choose_way(replace(facts(), is_staged=True))
 
 
-def test_options_of_the_start(tmp_path):
+def test_options_of_the_start(tmp_path, monkeypatch):
     given = engine_options(hooks=tmp_path / "h.json", captured_bytes=5)
     assert given["worker_extension_cls"] == EXTENSION
-    found = StartOptions.read(given["additional_config"], {})
+    found = StartOptions.read(given["additional_config"])
     assert (found.hooks, found.captured_bytes) == (str(tmp_path / "h.json"), 5)
-    assert StartOptions.read({}, {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == "e.json"
-    assert StartOptions.read(given["additional_config"], {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == found.hooks
+    monkeypatch.setenv("HOOKLINE_VLLM_HOOKS", "e.json")
+    assert StartOptions.read({}).hooks == "e.json"
+    assert StartOptions.read(given["additional_config"]).hooks == found.hooks
     for wrong in (
         {"hoks": "x"},
         {"hooks": ""},
@@ -83,9 +76,9 @@ def test_options_of_the_start(tmp_path):
         {"protect": "x"},
     ):
         with pytest.raises(OptionError):
-            StartOptions.read({"hookline": wrong}, {})
+            StartOptions.read({"hookline": wrong})
     with pytest.raises(OptionError, match="dictionary"):
-        StartOptions.read({"hookline": "x"}, {})
+        StartOptions.read({"hookline": "x"})
 
 
 class EngineArgs:

@@ -15,8 +15,6 @@ from hookline.engines.vllm.step_tokens import (
     tokens_after_model,
     tokens_of_step,
 )
-from hookline.factories import activation_stats, steer
-from hookline.observe.tokens import serving
 
 
 def runner(names, starts, computed, prompts):
@@ -119,27 +117,3 @@ def test_answers_stand_in_the_order_of_the_body(name, place):
 )
 def test_a_request_is_called_as_the_client_called_it(inside, outside):
     assert client_id(inside) == outside
-
-
-@pytest.mark.parametrize(
-    ("config", "moved"),
-    [
-        ({"requests": ["b"], "positions": "last"}, [0, 0, 0, 0, 0, 0, 1, 0]),
-        ({"phase": "decode"}, [1, 0, 0, 0, 0, 0, 0, 0]),
-        ({"phase": "prefill"}, [0, 1, 1, 1, 1, 1, 1, 0]),
-        ({"phase": "decode", "requests": ["b"]}, [0] * 8),
-    ],
-)
-def test_steering_a_part_of_a_mixed_step(config, moved):
-    hook = steer({"vector": [1.0, 1.0], **config})
-    with serving(mixed_table()):
-        result = hook(torch.nn.Identity(), (), torch.zeros(8, 2))
-    assert ([0] * 8 if result is None else result[:, 0].tolist()) == moved
-
-
-@pytest.mark.parametrize(("stage", "mean"), [("decode", 9.0), ("prefill", 1.0), ("both", 15.0 / 7)])
-def test_statistics_of_one_stage_and_without_padding(stage, mean):
-    hook = activation_stats({"phase": stage})
-    with serving(mixed_table()):
-        hook(torch.nn.Identity(), (), torch.tensor([[9.0], *[[1.0]] * 6, [1000.0]]))
-    assert hook.to_metrics()["Identity.0/mean"] == pytest.approx(mean)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,10 @@ from hookline.factories import (
     ActivationDataset,
     export,
     export_activations,
-    export_files,
     read_export,
     serving,
     train_probe,
 )
-from hookline.records.log import dumps
 from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
@@ -66,9 +63,7 @@ def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> Non
     """Also in batches; the model is left as it was."""
     model = Reader()
     weights = pickle.dumps(model.state_dict())
-    run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4)
-    assert (run.sequences, run.is_full) == (len(SEQUENCES), False)
-    assert run.written_bytes == TOKENS * WIDTH * 4 * 2
+    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4) == len(SEQUENCES)
     found = items(tmp_path)
     assert len(found) == TOKENS
     for number, ids in enumerate(SEQUENCES):
@@ -105,11 +100,11 @@ class Changing(Reader):
 def test_inputs_are_written_as_they_were_when_the_call_began(tmp_path: Path) -> None:
     """By position and by keyword; under a name of their own, so that outputs of the same modules join them."""
     model = Changing()
-    run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4, inputs=True)
-    assert (run.sequences, run.written_bytes) == (len(SEQUENCES), TOKENS * WIDTH * 4 * 3)
+    ran = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4, inputs=True)
+    assert ran == len(SEQUENCES)
     with pytest.raises(OptionError, match="from an earlier call"):
         export_activations(model, "layers.2", SEQUENCES, folder=tmp_path, inputs=True)
-    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path).sequences == len(SEQUENCES)
+    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path) == len(SEQUENCES)
     given, returned = items(tmp_path, "layers.1/input"), items(tmp_path, "layers.1")
     assert len(given) == TOKENS
     assert given == items(tmp_path, "layers.0")
@@ -142,59 +137,16 @@ def test_a_spec_exports_inputs_before_the_forward(tmp_path: Path) -> None:
     assert not torch.equal(numbers[0], expected)
 
 
-class Positions(nn.Module):
-    """A causal model that takes no mask: each token sees the mean of those before it, and its position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.places = nn.Embedding(10, WIDTH), nn.Embedding(10, WIDTH)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        count = torch.arange(input_ids.shape[1])
-        x = self.embed(input_ids).cumsum(1) / (count + 1)[:, None]
-        found: Tensor = self.layer(x + self.places(count))
-        return found
-
-
-class LatePositions(Positions):
-    """A model that takes a mask and positions, and whose own positions begin at 2, as those of RoBERTa."""
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
-        own = torch.arange(2, input_ids.shape[1] + 2) if position_ids is None else position_ids
-        seen = 1 if attention_mask is None else attention_mask[..., None]
-        found: Tensor = self.layer((self.embed(input_ids) * seen).cumsum(1) + self.places(own))
-        return found
-
-
-@pytest.mark.parametrize("make", [Positions, LatePositions])
-def test_activations_of_a_batch_are_those_of_each_sequence_alone(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    """Also of models that take no mask, or count positions in another way; lengths that repeat share a forward."""
-    model, module = make(), "layer"
-    batches: list[int] = []
-    with hl.attach(model, module, lambda layer, inputs, output: batches.append(len(inputs[0])), observe=True):
-        export_activations(model, module, SEQUENCES, folder=tmp_path, batch_size=4)
-    assert sorted(batches) == [1, 1, 1, 1, 2]
-    for number, ids in enumerate(SEQUENCES):
-        with torch.no_grad(), hl.capture(model, module) as cache:
-            model(torch.tensor([ids]))
-        mine = ActivationDataset(tmp_path, requests=f"sequence-{number}").tensors()[0]
-        torch.testing.assert_close(mine, cache[module].output[0])
-
-
 @pytest.mark.parametrize("budget", [1, 200, 500])
 def test_a_budget_ends_the_run_before_a_batch(tmp_path: Path, budget: int) -> None:
     """What is there is that of whole sequences, at all modules, and not more than was allowed."""
-    run = export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path, batch_size=2, max_bytes=budget)
+    ran = export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path, batch_size=2, max_bytes=budget)
     records = list(read_export(tmp_path))
-    assert run.is_full
-    assert run.written_bytes == sum(record.tensor.nbytes for record in records) <= budget
+    assert ran < len(SEQUENCES)
+    assert sum(record.tensor.nbytes for record in records) <= budget
     by_module = [[each.request for each in records if each.module == name] for name in ("layers.0", "layers.1")]
     assert by_module[0] == by_module[1]
-    assert len(by_module[0]) == run.sequences
+    assert len(by_module[0]) == ran
 
 
 def test_what_has_run_until_an_error_is_kept(tmp_path: Path) -> None:
@@ -207,35 +159,6 @@ def test_what_has_run_until_an_error_is_kept(tmp_path: Path) -> None:
     assert len({record.request for record in read_export(tmp_path)}) == 16
 
 
-def test_an_interrupt_while_the_index_is_written_doubles_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has run is written once more after it."""
-    lines = 0
-
-    def interrupted(line: Any) -> bytes:
-        nonlocal lines
-        lines += 1
-        if lines == 3:
-            raise KeyboardInterrupt
-        return dumps(line)
-
-    monkeypatch.setattr(export_files, "dumps", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
-    assert len(items(tmp_path)) == TOKENS
-
-
-def test_a_model_as_a_whole_is_exported_once_too(tmp_path: Path) -> None:
-    def run() -> None:
-        export_activations(Reader(), lambda name, module: not name, SEQUENCES, folder=tmp_path)
-
-    run()
-    with pytest.raises(OptionError, match="Reader from an earlier call"):
-        run()
-    assert len(items(tmp_path, "Reader")) == TOKENS
-
-
 def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Path) -> None:
     """Default collation works; a pickled dataset opens its own files; negative indices count from the end."""
     export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
@@ -245,10 +168,9 @@ def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Pat
     assert sorted(token for batch in batches for token in batch["token"].tolist()) == sorted(
         token for ids in SEQUENCES for token in ids
     )
-    assert repr(dataset) == f"<ActivationDataset of {TOKENS} tokens in {len(SEQUENCES)} requests, 'layers.1'>"
     twin = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(twin[-1]["activation"], dataset[TOKENS - 1]["activation"])
-    with pytest.raises(IndexError, match=f"There are {TOKENS} tokens"):
+    with pytest.raises(IndexError):
         dataset[TOKENS]
     activations, tokens = dataset.tensors()
     assert torch.equal(activations[3], dataset[3]["activation"])
@@ -272,9 +194,8 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
 def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path) -> None:
     """A sequence without tokens, a size of nothing, a module that is not there."""
     model = Reader()
-    for wrong in (["ab"], [1, 2], [[1.5]], [[]]):
-        with pytest.raises(OptionError, match="a list of whole numbers"):
-            export_activations(model, "layers.1", wrong, folder=tmp_path / "other")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="sequence 1 is empty"):
+        export_activations(model, "layers.1", [[1], []], folder=tmp_path / "other")
     with pytest.raises(OptionError, match="batch_size"):
         export_activations(model, "layers.1", SEQUENCES, folder=tmp_path / "other", batch_size=0)
     with pytest.raises(KeyError, match="nearest"):

@@ -62,29 +62,6 @@ def test_last_of_tokens_in_a_row_is_the_last_of_each_request() -> None:
     assert steered({"vector": [1.0] * 4, "positions": "last"}, torch.zeros(6, 4), TWO) == [0, 0, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "given", "every", "last"),
-    [
-        ((2, 3, 4), TWO, (), 4, 2),  # without the two columns of padding
-        ((6, 4), TWO, (), 4, 2),
-        ((2, 1, 4), NEXT, (), 2, 2),
-        ((2, 4), TWO, (), 2, 2),  # one vector for each request, as a pooled one
-        ((5, 4), None, (batch(),), 5, 2),
-        ((5, 4), None, (batch(rids=["a", "b"]),), 5, 2),
-        ((4,), None, (), 1, 1),
-    ],
-)
-def test_what_everybody_has_is_counted_by_tokens(
-    shape: tuple[int, ...], rows: Tokens | None, given: tuple[Any, ...], every: int, last: int
-) -> None:
-    """Padded, flat and pooled outputs, and a batch like SGLang's."""
-    for positions, count in (("all", every), ("last", last)):
-        hook = steer({"vector": [1.0] * 4, "positions": positions})
-        with serving(rows):
-            hook(nn.Identity(), given, torch.zeros(shape))
-        assert hook.to_metrics() == {"steered_tokens": count}
-
-
 def test_an_output_that_is_nobodys_is_an_error_and_not_steered_wholesale() -> None:
     """Neither tokens nor requests are its first dimension."""
     with pytest.raises(

@@ -15,14 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 from helpers_factories import PADDED, exported
-from helpers_threads import in_threads
 from helpers_waiting import PATIENCE, until
 from helpers_warm import WarmPopen
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import Tokens, export, read_export, serving
+from hookline.factories import export, read_export
 from hookline.factories.export_files import Shards
 from hookline.factories.exporting import Export, ExportOptions, ExportQueue
 
@@ -165,25 +164,6 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
-    """Each forward's rows are its own: a thread never gets another's requests."""
-    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
-
-    def run(number: int) -> None:
-        for position in range(100):
-            rows = Tokens.padded((f"r{number}",), ((number,),), (position,), "decode")
-            with serving(rows):
-                hook(module, (), torch.full((1, 1, 4), float(number)))
-
-    in_threads(run)
-    hook.close()
-    records = list(read_export(tmp_path))
-    assert len({each.call for each in records}) == len(records) == 200
-    for each in records:
-        assert each.request == f"r{each.tokens[0]}"
-        assert each.tensor.eq(each.tokens[0]).all()
-
-
 def test_a_half_written_line_is_not_read(tmp_path: Path) -> None:
     """As a kill in the middle of a write leaves it."""
     exported(tmp_path, torch.ones(3))
@@ -200,47 +180,6 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
         list(read_export(tmp_path))
     with pytest.raises(hl.errors.OptionError, match="no such folder"):
         list(read_export(tmp_path / "none"))
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_shard_loses_that_shard_and_says_how_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two requests for each output, two outputs for each shard: written and dropped are together what came."""
-    rows = Tokens.padded(("a", "b"), ((1,), (2,)), (0, 0), "decode")
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1600)
-    hook, module, written = export({"folder": str(tmp_path)}), nn.Identity(), []
-    real = safetensors.torch.save_file
-
-    def save(tensors: Any, file: Path) -> None:
-        written.append(file)
-        if len(written) > 1:
-            raise safetensors.SafetensorError("No space left on device")
-        real(tensors, file)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", save)
-    for _ in range(5):
-        with serving(rows):
-            hook(module, (), torch.ones(2, 1, 100))
-    hook.close()
-    metrics = hook.to_metrics()
-    assert (metrics["written_tensors"], metrics["written_bytes"]) == (4, 1600)
-    assert metrics["dropped"] == 3
-    assert metrics["queued_bytes"] == 0
-    assert len(list(read_export(tmp_path))) == 4
-
-
-def test_a_shard_that_was_cut_short_or_taken_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which file; what comes before it is read."""
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1)
-    exported(tmp_path, torch.ones(100), torch.ones(100))
-    last = sorted(tmp_path.glob("*.safetensors"))[-1]
-    last.write_bytes(last.read_bytes()[:-8])
-    for _ in range(2):
-        records = read_export(tmp_path)
-        next(records)
-        with pytest.raises(hl.errors.OptionError, match=rf"{last.name} cannot be read, though it was complete once"):
-            next(records)
-        last.unlink(missing_ok=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # which is what is tried here

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookline import factories
 
-OBSERVERS = ("activation_stats", "nan_alarm", "record_mean", "export")
+OBSERVERS = ("activation_stats", "nan_alarm", "export")
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
 
 

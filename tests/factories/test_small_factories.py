@@ -1,17 +1,14 @@
-"""``nan_alarm``, ``steer`` and ``record_mean``: what they say, and what they change."""
+"""``nan_alarm`` and ``steer``: what they say, and what they change."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from helpers_factories import PADDED, Named, Wrapped
-from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import nan_alarm, record_mean, serving, steer
+from hookline.factories import nan_alarm, serving, steer
 from hookline.tree import main_tensor
 
 
@@ -105,55 +102,3 @@ def test_an_edit_that_observe_would_ignore_is_refused() -> None:
     assert not model[0]._forward_hooks
     with hl.register_hooks(model, [spec | {"observe": False}]):
         assert model(torch.zeros(1, 2)).eq(1).all()
-
-
-# -- record_mean ---------------------------------------------------------------------------------------------
-
-
-def test_means_are_over_all_tokens_of_each_module(tmp_path: Path) -> None:
-    """Several batches of different sizes; saved by close(), and read back by steer."""
-    torch.manual_seed(0)
-    file = tmp_path / "deep" / "means.safetensors"
-    model, hook = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), record_mean({"file": str(file)})
-    seen: list[Tensor] = []
-    with hl.attach(model, "#", hook), torch.inference_mode():
-        for batch in (1, 5, 2):
-            x = torch.randn(batch, 6, 4)
-            model(x)
-            seen.append(model[0].forward(x).flatten(0, 1))
-    want = torch.cat(seen).double().mean(0)
-    means = hook.means()
-    assert torch.allclose(means["0"].double(), want, atol=1e-6)
-    assert torch.allclose(means["1"].double(), torch.cat(seen).relu().double().mean(0), atol=1e-6)
-    assert hook.tokens() == {"0": 48, "1": 48}
-    assert hook.to_metrics()["0/norm"] == pytest.approx(want.norm().item(), rel=1e-5)
-    hook.close()
-    hook.close()
-    with safe_open(str(file), "pt") as saved:
-        assert saved.metadata() == {"tokens/0": "48", "tokens/1": "48"}
-        assert torch.equal(saved.get_tensor("0"), means["0"])
-    steered = steer({"file": str(file), "key": "0", "strength": -1.0})
-    out = steered(nn.Identity(), (), means["0"].expand(2, 3))
-    assert torch.allclose(out, torch.zeros(2, 3))
-    assert [path.name for path in file.parent.iterdir()] == ["means.safetensors"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
-def test_means_of_half_precision_and_whole_numbers_are_exact(dtype: torch.dtype) -> None:
-    """A thousand tokens of 3 have the mean 3, where a sum in half precision would have stopped at 2048."""
-    hook = record_mean()
-    for _ in range(10):
-        hook(nn.Identity(), (), torch.full((1000, 2), 3).to(dtype))
-    assert all(mean.tolist() == [3.0, 3.0] for mean in hook.means().values())
-
-
-def test_means_of_images_are_by_channel_and_padding_is_left_out() -> None:
-    """Four dimensions: the second is that of the units. Of a padded batch, real tokens alone."""
-    hook = record_mean()
-    hook(nn.Identity(), (), torch.arange(3.0).view(1, 3, 1, 1).expand(2, 3, 4, 4))
-    assert hook.means()["Identity.0"].tolist() == [0.0, 1.0, 2.0]
-    hook, x = record_mean(), torch.ones(2, 3, 4)
-    x[1, :2] = 100.0
-    with serving(PADDED):
-        hook(nn.Identity(), (), x)
-    assert hook.means()["Identity.0"].tolist() == [1.0] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -95,40 +94,6 @@ def test_norms_has_the_gradient_of_a_whole_step_before_and_after_clipping(clips:
     for name, expected in zip(("grad_norm", "grad_norm_clipped"), zip(*norms, strict=True), strict=True):
         found = [each for record in sink.records for each in record.metrics.get(f"norms/{name}", ())]
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_bad_batch_is_in_the_log_of_a_run_that_was_told_nothing(tmp_path: Path) -> None:
-    """One of four batches in one step of 300: reports in between, the loss, the gradient before clipping, the facts."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader([(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(1200)], batch_size=None)
-    run = hl.follow(model, optimizer, ["stats", "norms"], loader=loader, log=tmp_path / "records.jsonl")
-    norms = []
-    for index, (x, y) in enumerate(loader):
-        step, batch = divmod(index, 4)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(x), y) / 4
-        (loss * (1300 if (step, batch) == (220, 1) else 1)).backward()
-        if batch == 3:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-    run.close()
-    read = hl.load_run(tmp_path)
-    assert len(read.series("stats/looked_at")[0]) > 20
-    for name in ("training_metrics/loss", "norms/grad_norm", "stats/max_backward"):
-        steps, values = read.series(name)
-        worst = max(range(len(steps)), key=lambda place: values[place])
-        assert steps[worst] == 220, name
-        assert values[worst] > 50 * sorted(values)[len(values) // 2], name
-    steps, values = read.series("norms/grad_norm")
-    assert list(values) == pytest.approx([norms[step] for step in steps], rel=1e-3)
-    facts = json.loads((tmp_path / "run.json").read_text())
-    assert (facts["status"], facts["result"]["steps"]) == ("finished", 300)
-    assert {"versions", "command", "config", "experiment"} <= set(facts)
-    assert {"resources/steps_per_second", "resources/samples_per_second", "resources/memory_gib"} <= set(read.latest)
 
 
 def test_with_the_loader_every_pass_in_training_mode_is_an_epoch() -> None:
@@ -288,36 +253,6 @@ def test_what_the_loop_says_of_its_loss_counts_more_than_backward() -> None:
         loop.optimizer.step()
         loop.optimizer.step()
     assert [ctx.loss for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP] == [0.25, None]
-
-
-class CountsGradients(hl.TrainingHook):
-    name = "counts"
-    hook_points = {POINTS.POST_STEP}
-    needs_prev_step_grads = True
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def compute(self, ctx: hl.RunDataContext) -> None:
-        before = ctx.prev_step_grads or {}
-        self.found.append({name: grad.clone() for name, grad in before.items()})
-
-
-@pytest.mark.parametrize("to_none", [True, False], ids=["to None", "in place"])
-@pytest.mark.parametrize("parts", [(), ("loader",)], ids=["bare", "loader"])
-def test_gradients_of_the_step_before_are_there_although_the_loop_has_cleared_them(parts: Any, to_none: bool) -> None:
-    loop, counts = Loop(), CountsGradients()
-    kept: list[Tensor] = []
-    with loop.follow([counts], **{name: getattr(loop, name) for name in parts}):
-        for batch in loop.loader:
-            loop.loss_fn(loop.model, batch).backward()
-            loop.optimizer.step()
-            kept.append(loop.model[0].weight.grad.clone())
-            loop.optimizer.zero_grad(set_to_none=to_none)
-    assert counts.found[0] == {}
-    assert [len(found) for found in counts.found[1:]] == [6] * 6
-    for before, found in zip(kept, counts.found[1:], strict=False):
-        assert torch.equal(found["0.weight"], before)
 
 
 def _untimed(metrics: Any) -> dict[str, Any]:

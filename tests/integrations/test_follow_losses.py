@@ -75,16 +75,6 @@ def test_a_gradient_that_is_clipped_between_two_backwards_of_a_step_is_not_clear
     assert found == pytest.approx([sum(losses[at : at + 2]) for at in range(0, 2 * len(found), 2)])
 
 
-def test_no_more_losses_are_kept_than_asked_for_though_one_backward_has_several() -> None:
-    weight, losses = nn.Parameter(torch.ones(())), BackwardLosses(most=1)
-    try:
-        torch.autograd.backward([weight * 1, weight * 2])
-        torch.autograd.backward([weight * 4])
-        assert float(losses.take()) == 3
-    finally:
-        losses.remove()
-
-
 class Marked(torch.Tensor):
     """A tensor whose functions go through ``__torch_function__``."""
 

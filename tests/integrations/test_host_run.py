@@ -169,23 +169,6 @@ def test_steps_after_the_last_snapshot_are_reported_at_the_end(fails: bool) -> N
     assert run.manager.global_step == 6
 
 
-def test_state_from_before_the_first_step_loses_no_mean_gradient() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hook = noting("SNAPSHOT")
-    hook.needs_grads = True
-    first, run = (HostRun([hook], loop="step", snapshot_every=4) for _ in range(2))
-    first.begin_run(model, optimizer)
-    run.load_state_dict(first.state_dict())
-    first.end_run()
-    run.begin_run(model, optimizer)
-    run.begin_step()
-    model(torch.ones(1, 2)).sum().backward()
-    run.end_step(loss=1.0)
-    run.end_run()
-    assert [ctx.accumulated_grads["weight"].tolist() for ctx in hook.contexts] == [[[1.0, 1.0]]]
-
-
 def test_phases_are_told_and_left() -> None:
     """Within a step the phase is train, within an evaluation eval, elsewhere none; also after an error."""
     model = nn.Linear(2, 1)
@@ -262,8 +245,3 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
     assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks
-
-
-def test_an_option_that_is_none_is_left_at_its_usual_value() -> None:
-    run = HostRun(["norms"], on_error=None, flush_every=None, log=None)
-    assert "norms" in run.manager.hooks

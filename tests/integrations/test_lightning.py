@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import subprocess
@@ -30,7 +29,7 @@ from hookline.errors import OptionError
 L = pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 from hookline.integrations.fabric import FabricCallback  # noqa: E402
@@ -225,14 +224,6 @@ def test_metrics_go_to_the_run_that_the_trainer_has_open(tmp_path: Path) -> None
     assert "val_loss" in events.Tags()["scalars"]
 
 
-def test_the_report_at_the_end_goes_to_the_loggers_too(tmp_path: Path) -> None:
-    """Of 7 steps, which are counted: at the first, and for those up to the last."""
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    fit(tmp_path, ["norms"], report_to="trainer", max_epochs=1, logger=logger)
-    with Path(logger.log_dir, "metrics.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file) if row["norms/total_norm"]] == ["0", "6"]
-
-
 def test_a_trainer_takes_one_callback() -> None:
     first, second = HooklineCallback([Counting()], sinks=[]), HooklineCallback(["norms"], sinks=[])
     with pytest.raises(RuntimeError, match="more than one stateful callback"):  # Lightning's own
@@ -241,18 +232,6 @@ def test_a_trainer_takes_one_callback() -> None:
     trainer.callbacks.append(second)  # as configure_callbacks() of a module may do
     with pytest.raises(OptionError, match="2 HooklineCallbacks"):
         first.on_train_start(trainer, Net())
-
-
-def test_without_training_no_hook_is_made_that_could_fail(tmp_path: Path) -> None:
-    """An evaluation alone opens no sinks, and an error before training passes unchanged."""
-    callback = HooklineCallback(["no_such_hook"])
-    trainer = L.Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback], logger=False, enable_progress_bar=False
-    )
-    trainer.validate(Net(), _data()[1], verbose=False)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # in the check before training
-        trainer.fit(Net(), _data()[0], DataLoader(TensorDataset(torch.randn(4, 5), torch.zeros(4).long())))
-    callback.close()
 
 
 def _fabric_loop(folder: Path, callbacks: Any, *, epochs: int = 3, state: Any = None, save: bool = False) -> Any:

@@ -5,6 +5,7 @@ One model, one dataset, one seed; each host trains it in its own way. A host is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import hookline as hl
+from hookline.cli.main import main
 from hookline.sinks import MemorySink
 
 POINTS = hl.HookPoint
@@ -79,8 +81,8 @@ def _length(gradients: Any) -> Tensor:
     return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt()
 
 
-class Parts:
-    """The same model, optimizer, data and hooks for each host."""
+class Training:
+    """The same model, optimizer and data for each host."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -89,14 +91,21 @@ class Parts:
         data = torch.Generator().manual_seed(1)
         x, y = torch.randn(8 * STEPS, 6, generator=data), torch.randint(3, (8 * STEPS,), generator=data)
         self.data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-        self.sink = MemorySink()
-        self.watch = hl.watch(self.model, optimizer=self.optimizer, every=2)
-        self.hooks = [EveryPoint(), Ahead(), "norms", self.watch]
 
     @property
     def loader(self) -> DataLoader[Any]:
         """Batches of eight, in order."""
         return DataLoader(self.data, batch_size=8)
+
+
+class Parts(Training):
+    """The same hooks for each host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = MemorySink()
+        self.watch = hl.watch(self.model, optimizer=self.optimizer, every=2)
+        self.hooks = [EveryPoint(), Ahead(), "norms", self.watch]
 
     @contextmanager
     def found(self) -> Iterator[list[Found]]:
@@ -257,3 +266,40 @@ def test_metrics_and_weights_are_equal_in_every_host(host: str, expected: Found,
     assert metrics.keys() == wanted.keys()
     assert {key: value for key, value in metrics.items() if value != wanted[key]} == {}
     assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = FOLDERS
+import torch
+from test_same_everywhere import EPOCHS, Training
+
+training = Training()
+loader = training.loader
+for _ in range(EPOCHS):
+    for batch in loader:
+        training.model(**batch)["loss"].backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+torch.save(training.model.state_dict(), sys.argv[1])
+"""
+
+
+def test_a_script_that_knows_nothing_of_hooks_gives_the_same(expected: Found, tmp_path: Path) -> None:
+    """``hookline run -- python train.py`` with the hooks of this file: metrics from its log, weights that it saves."""
+    here = Path(__file__)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("FOLDERS", repr([str(here.parent), str(here.parent.parent)])))
+    command = [sys.executable, "train.py", "weights.pt"]
+    assert main(["run", "--hooks", "norms", f"{here}:EveryPoint", "--no-report", "--", *command]) == 0
+    sink = MemorySink()
+    hl.records.replay(tmp_path / "runs" / "train" / "script", sink)
+    kinds = ("EveryPoint", "norms", "training_metrics")
+    found, wanted = (
+        {key: value for key, value in metrics.items() if key[0].split("/")[0] in kinds}
+        for metrics in (metrics_of(sink), expected[0])
+    )
+    del wanted["norms/grad_norm", "POST_STEP", 0]  # hooks begin when the optimizer steps: that backward is over
+    assert found.keys() == wanted.keys()
+    assert {key: value for key, value in found.items() if value != wanted[key]} == {}
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())

@@ -83,6 +83,27 @@ def test_swapped_experts_are_named(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_ties_of_a_router_are_named_and_are_no_fault(precision: str) -> None:
+    found = _found(helpers.mixture(), precision, helpers.tied_router)
+    assert found.is_beyond
+    assert found.cause.name == "router ties"
+    assert found.ok
+
+
+def test_a_few_tokens_of_a_mixture_without_states_are_unsure() -> None:
+    model = helpers.mixture()
+    given: list[dict[str, Any]] = [{"prompt": ids, "completion": [*range(5, 15)]} for ids in helpers.prompts(4)]
+    for each in given:
+        each["logprobs"] = _at_temperature(model, each, 1.0)
+    given[0]["logprobs"][3] -= 0.5
+    found = hl.parity(model, None, given)
+    assert not found.ok
+    assert found.cause is not None
+    assert found.cause.where == "unsure"
+    assert "routers" in found.cause.text
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_missing_bos_is_named_without_states(precision: str) -> None:
     trainer, served, reference = _pair(helpers.llama(), precision)
     found = hl.parity(trainer, helpers.NoBos(served, 12), helpers.prompts(8), reference=reference)
@@ -268,7 +289,7 @@ def test_recorded_logprobs_need_no_engine() -> None:
         (None, [[2, 3]], "needs a completion"),
         (None, [{"prompt": [2], "completion": [3, 4], "logprobs": [-1.0]}], "2 tokens"),
         (print, ["a text"], "no tokenizer"),
-        (print, [[2, 9999]], "0 to 199, got"),
+        (print, [[2, 9999]], "below 200, got"),
         (print, [], "no sequences"),
         (print, [[2, 3], {"prompt": [2], "completion": [3], "logprobs": [-1.0]}], "all of one kind"),
         (print, [{"prompt": [2], "completion": [3]}], "0 log-probs"),

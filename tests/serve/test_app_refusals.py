@@ -17,9 +17,7 @@ from helpers_waiting import PATIENCE, until
 from pydantic import TypeAdapter, ValidationError
 
 from hookline.errors import OptionError
-from hookline.serve.http import hook_routes
-from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.hook_routes import LiveHookPaths
+from hookline.serve.http.metrics_page import Metrics
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import AT_THE_END, Gate, Settings
 
@@ -135,13 +133,6 @@ def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(clien
     assert open_app.get("/v1/models", headers={"Host": "evil.example"}).status_code == 200  # control
 
 
-def _deep(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for _ in range(levels):
-        found = {"in": [found]}
-    return found
-
-
 BAD_HOOKS = {
     "no factory": ({"target_modules": ["*"]}, 400, "hook_factory: Field required"),
     "no modules": ({"hook_factory": "hookline.factories:nan_alarm"}, 400, "target_modules: Field required"),
@@ -172,10 +163,7 @@ BAD_HOOKS = {
     "a file elsewhere": (
         {**SPEC, "hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, 403, "has to lie",
     ),
-    "half a character in the name": ({**SPEC, "name": "\ud800"}, 400, "half a character"),
-    "a configuration without end": (
-        {**SPEC, "hook_factory": "helpers_http:slow", "config": _deep(40)}, 400, "more than 32 deep",
-    ),
+    "half a character in the name": ({**SPEC, "name": "\ud800"}, 400, "unicode"),
 }  # fmt: skip
 
 
@@ -226,26 +214,6 @@ def test_a_server_without_a_token_lets_nobody_change_hooks() -> None:
     assert "--token-file" in _error(answer, 403)["message"]
 
 
-@pytest.mark.parametrize("kind", ["mounted", "behind a proxy", "the hook paths of another engine"])
-def test_the_token_is_asked_for_wherever_the_app_is_put(kind: str) -> None:
-    """Routes are found without the path of a mount or a proxy, and so is what needs the token."""
-    from fastapi.testclient import TestClient
-    from starlette.applications import Starlette
-    from starlette.routing import Mount
-
-    from hookline.serve.http.app import make_app, make_hook_app
-
-    settings = Settings(token=TOKEN)
-    app = make_hook_app(LiveHookPaths(Serving(), settings)) if "engine" in kind else make_app(None, settings)
-    client = TestClient(
-        Starlette(routes=[Mount("/llm", app=app)]) if kind == "mounted" else app,
-        root_path="" if kind == "mounted" else "/llm",
-    )
-    for headers, status in (({}, 401), (BEARER, 503)):  # with it, there is no model yet
-        assert client.post("/llm/hooks", json=SPEC, headers=headers).status_code == status
-        assert client.delete("/llm/hooks/h1", headers=headers).status_code == status
-
-
 def test_everything_can_need_the_token() -> None:
     """With protect="everything" only /health is open."""
     client = _without_engine(Settings(token=TOKEN, protect="everything"))
@@ -272,8 +240,6 @@ def test_settings_that_would_let_everybody_in_are_errors() -> None:
         Settings(protect="everything")
     with pytest.raises(OptionError, match="spaces or line breaks"):
         Settings(token="one\ntwo")
-    with pytest.raises(OptionError, match="0 or more"):
-        Settings(drain_s=float("nan"))
 
 
 # -- too much --------------------------------------------------------------------------------------------------
@@ -339,30 +305,9 @@ def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any
             pass
 
     sent_body: list[int] = []
-    gate = Gate(app, Settings(token=TOKEN, body_s=0.05), lambda *_: None)
+    gate = Gate(app, Settings(token=TOKEN, body_s=0.05), Metrics().seconds)
     asyncio.run(gate({"type": "http", "method": "POST", "path": "/hooks", "headers": headers}, receive, send))
     assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408 if headers else 401] * 2
-
-
-@pytest.mark.parametrize(("pieces", "read"), [(30, 30), (60, 41)])
-def test_the_rest_of_a_body_that_is_too_large_is_dropped(pieces: int, read: int) -> None:
-    """A client that is still sending gets the answer, not a reset connection; four times the limit is read at most."""
-    came: list[int] = []
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        came.append(len(sent))
-        return {"type": "http.request", "body": b"x" * 128, "more_body": len(came) < pieces}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("a body that is too large was handed on")
-
-    gate = Gate(app, Settings(max_body=1280), lambda *_: None)
-    asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
-    assert (sent[0]["status"], came) == (413, [0] * read)
 
 
 def test_a_client_that_does_not_take_its_answer_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -386,7 +331,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(caplog: pytest.LogCap
     async def receive() -> Any:
         return {"type": "http.request", "body": b""}
 
-    gate = Gate(app, Settings(body_s=0.05), lambda *_: None)
+    gate = Gate(app, Settings(body_s=0.05), Metrics().seconds)
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
     asyncio.run(gate(dict(scope), receive, take))
     assert b"".join(each.get("body", b"") for each in sent) == b"x" * 1_000_000
@@ -395,16 +340,6 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(caplog: pytest.LogCap
     asyncio.run(gate(dict(scope), receive, stop_taking))
     assert (len(sent), over) == (2, [True, True])
     assert "took nothing of its answer" in caplog.text
-
-
-def test_the_answers_of_a_request_share_the_room_of_states(folder: Path) -> None:
-    """64 prompts held 60 times as much as all requests together may."""
-    body = {"prompt": [[5, 6, 7]] * 4, "max_tokens": 0, "hooks": {"hidden_states": {"layers": ["model.layers.#"]}}}
-    with served(folder, captured_bytes=3 * 768) as server:
-        assert "or answers" in _error(server.client.post("/v1/completions", json=body), 400)["message"]
-        for _ in range(3):  # what was sent is let go
-            assert server.client.post("/v1/completions", json={**body, "prompt": [[5, 6, 7]] * 3}).status_code == 200
-        until(lambda: server.engine.counts()["captured_bytes_reserved"] == 0, "all is let go")
 
 
 def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: httpx.Client) -> None:
@@ -428,20 +363,6 @@ def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: h
     first.join()
     assert answers[0].status_code == 200
     assert client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
-
-
-def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(
-    server: Any, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """429 while a forward runs for too long; "try again" would have attached it twice."""
-    monkeypatch.setattr(hook_routes, "PATIENCE_S", 0.05)
-    gate = threading.Event()
-    server.engine.between(lambda: gate.wait(PATIENCE))
-    answer = client.post("/hooks", json=SPEC, headers=BEARER)
-    gate.set()
-    assert "no time" in _error(answer, 429)["message"]
-    server.engine.between(lambda: None).result()
-    assert client.get("/hooks").json() == {"hooks": []}
 
 
 def test_a_server_that_stops_finishes_what_runs_and_takes_no_more(folder: Path) -> None:

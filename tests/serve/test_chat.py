@@ -20,7 +20,7 @@ from helpers_serve import alone as greedy
 from helpers_serve import states_alone
 from helpers_waiting import PATIENCE
 
-from hookline.serve.http.engine_state import Serving
+from hookline.serve.http.app import Serving
 from hookline.serve.load_model import load
 
 if TYPE_CHECKING:  # a second of import, which every process that collects tests would pay

@@ -121,13 +121,6 @@ def test_a_spec_may_ask_for_errors_to_be_raised(engine) -> None:
     assert ask(engine, max_tokens=9).wait().finished.reason == "length"
 
 
-def test_a_hook_that_warns_stays_on(engine) -> None:
-    """on_error="warn" in the spec: one error, and it goes on counting."""
-    live = engine.hooks.add(spec("counting", config={"fails_at": 2}, on_error="warn", every=2))
-    ask(engine, max_tokens=12).wait()
-    assert (live.errors, live.off, live.fired) == (1, False, 6)
-
-
 # -- what cannot be attached ---------------------------------------------------------------------------------
 
 

@@ -41,30 +41,6 @@ def log(caplog):
 # -- the settings ----------------------------------------------------------------------------------------------
 
 
-def test_forward_hooks_need_no_switch_and_come_after():
-    """The newer spelling; an empty list is none."""
-    args = ServerArgs(enable_hooks=True, hooks=[spec("0")], forward_hooks=[spec("1")])
-    assert args.hook_specs() == [spec("0"), spec("1")]
-    assert ServerArgs(hooks=[spec("0")], forward_hooks=[spec("1")]).hook_specs() == [spec("1")]
-    assert ServerArgs(forward_hooks=[]).hook_specs() == []
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"enable_hooks": "false"}, "enable_hooks is true or false, got 'false'."),
-        ({"hooks": {"name": "x"}}, "hooks is a list of hook specs, got a dict; write [spec]."),
-        ({"hooks": "[]"}, "hooks is a list of hook specs, got a str; write [spec]."),
-        ({"forward_hooks": 3}, "forward_hooks is a list of hook specs, got an int; write [spec]."),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_when_they_are_made(given, said):
-    """Not when the server is up."""
-    with pytest.raises(hl.errors.OptionError) as caught:
-        ServerArgs(**given)
-    assert str(caught.value) == said
-
-
 # -- the runner ------------------------------------------------------------------------------------------------
 
 
@@ -81,20 +57,6 @@ def test_initialize_attaches_once(log):
     runner.initialize()
     assert calls(runner.model) == []
     hl.assert_no_hooks(runner.model, foreign=True)
-
-
-def test_hooks_can_be_registered_beside_the_settings():
-    """Each call has its own handles; the runner has all of them."""
-    runner = ModelRunner(small(), ServerArgs(forward_hooks=[spec("0", tag="a")]))
-    runner.initialize()
-    more = runner.register_hooks([spec("1", tag="b"), spec("2", tag="c")])
-    assert calls(runner.model) == ["a", "b", "c"]
-    assert (len(more), len(runner.hook_handles)) == (2, 3)
-    more.remove()
-    assert calls(runner.model) == ["a"]
-    assert [receipt.fired for receipt in runner.hook_handles.report()] == [2, 1, 1]
-    runner.hook_handles.remove()
-    assert calls(runner.model) == []
 
 
 def test_closing_takes_hooks_off_and_has_them_write():

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers_http import BEARER, served
+from helpers_http import served
 from helpers_serve import Answer, alone, ask, held_back, small_model
 from torch import nn
 
@@ -314,40 +314,3 @@ def test_a_body_brings_hooks_as_it_does_on_vllm(client: httpx.Client, tiny: Any)
         assert (first["name"], first["rows"], first["errors"]) == ("up", 7 + 5, 0)
         assert (second["matched"], second["rows"]) == ([LAYER], 7 + 5)
     assert client.get("/hooks").json() == {"hooks": []}
-
-
-@pytest.mark.parametrize(
-    ("hook", "status", "words"),
-    [
-        ({**STATS, "hook_factory": "os:system"}, 403, "may not name 'os:system'"),
-        ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "export has files"),
-        ({**STATS, "target_modules": ["nope"]}, 400, "See all: GET /modules."),
-        ({**steer(1.0), "config": {"vector": [1.0]}}, 400, "is for 1 numbers"),
-        ({**STATS, "on_error": "raise"}, 400, "on_error"),
-        ({**STATS, "key": "x"}, 400, "hooks.hooks.0 has no 'key'"),
-    ],
-)
-def test_a_body_that_asks_too_much_is_refused(client: httpx.Client, hook: Any, status: int, words: str) -> None:
-    """With the place of the hook in the body."""
-    answer = client.post("/v1/completions", json={**BODY, "hooks": {"hooks": [hook]}})
-    assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
-
-
-def test_hooks_times_modules_times_answers_are_bounded(client: httpx.Client) -> None:
-    """A body of 5 kB attached 100,000 hooks one by one, while nobody else got a token."""
-    everywhere = {"hooks": [{"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm"}] * 8}
-    assert client.post("/v1/completions", json={**BODY, "hooks": everywhere}).status_code == 200
-    answer = client.post("/v1/completions", json={**BODY, "n": 64, "hooks": everywhere})
-    assert answer.status_code == 400
-    assert "4096 is the most" in answer.json()["error"]["message"]
-
-
-def test_what_token_holders_may_name_is_not_for_requests(folder: Path) -> None:
-    """``allow`` is for ``POST /hooks``; a request without the token needs a list of its own."""
-    spec = {"target_modules": [LAYER], "hook_factory": "helpers_http:slow"}
-    body, allow = {**BODY, "hooks": {"hooks": [spec]}}, ("helpers_http",)
-    for settings, status in (({"allow": allow}, 403), ({"allow": allow, "allow_requests": allow}, 200)):
-        with served(folder, settings=settings) as server:
-            assert server.client.post("/hooks", json=spec, headers=BEARER).status_code == 201
-            assert server.client.post("/v1/completions", json=body).status_code == status

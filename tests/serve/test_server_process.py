@@ -154,7 +154,7 @@ def test_a_folder_that_is_no_model_ends_with_a_sentence(said: Callable[..., str]
     assert "no config.json" in said("--model", str(tmp_path))
     args = _write(tmp_path / "args.json", {"enable_hooks": True, "model_path": str(tmp_path / "nowhere")})
     text = said("--server-args", args)
-    assert "nowhere is not there" in text
+    assert "nowhere has no config.json" in text
     assert "enable_hooks=True but no 'hooks' specified in server_args" in text
 
 
@@ -253,7 +253,7 @@ def test_an_engine_that_fails_ends_the_process_with_1(monkeypatch: pytest.Monkey
     from hookline.serve.http.server import Server
 
     def failed(self: Server) -> None:
-        self._listen()
+        self._thread.start()
         self.serving.engine = SimpleNamespace(has_failed=True, close=lambda seconds: None)  # type: ignore[assignment]
 
     monkeypatch.setattr(Server, "start", failed)

@@ -133,7 +133,7 @@ def test_the_room_of_states_is_taken_until_they_are_let_go(tiny) -> None:
     ticket = engine.submit_all(group, answers, hold=True)
     found = [answer.wait().finished.states for answer in answers]
     assert sum(each.values.nbytes for states in found for each in states.values()) == 2560
-    assert engine.counts()["captured_bytes"] == engine.counts()["captured_bytes_reserved"] == 2560
+    assert engine.counts()["captured_bytes_reserved"] == 2560
     with pytest.raises(EngineBusy, match="no room"):
         ask(engine, prompt, both, max_tokens=1)
     assert ask(engine, prompt).wait().finished.reason == "length"
@@ -209,16 +209,6 @@ def test_asking_for_states_does_not_change_an_answer(tiny, engine) -> None:
     assert plain.ids == asked.ids
 
 
-client = st.tuples(
-    st.integers(1, 20),  # tokens of the prompt
-    st.integers(0, 12),  # of the answer
-    st.sampled_from([None, "all", "last"]),
-    st.sampled_from(["prefill", "decode", "both"]),
-    st.integers(0, 6),  # tokens of whoever came before, until this one comes
-    st.one_of(st.none(), st.none(), st.integers(0, 6)),  # cancelled after so many tokens
-)
-
-
 one_of_them = st.tuples(
     st.integers(1, 14),  # tokens of the prompt
     st.integers(1, 10),  # of the answer
@@ -272,15 +262,6 @@ def _assert_listed(model, answer) -> None:
         assert found.positions == listed
         expected = states_alone(model, ran, name, of=answer.wanted.of)[listed]
         torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-3)
-
-
-def _assert_all(model, answer) -> None:
-    prompt, last = len(answer.prompt), len(answer.prompt) + max(len(answer.ids), 1) - 1
-    prefill = range(prompt) if answer.wanted.positions == "all" else range(prompt - 1, prompt)
-    decode = range(prompt, last)
-    expected = {"prefill": [*prefill], "decode": [*decode], "both": [*prefill, *decode]}[answer.wanted.phase]
-    assert answer.finished.states[LAYER].positions == expected
-    assert_own(model, answer, (LAYER, "model.layers.1"))
 
 
 @pytest.fixture(scope="module")

@@ -84,3 +84,18 @@ def test_without_strict_no_match_leaves_the_model_as_it_is():
     model(torch.ones(1, 2))
     assert (handle.report().matched, handle.report().fired) == (0, 0)
     handle.remove()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hl.attach("0", nn.Sequential(nn.ReLU()), print),
+        lambda: hl.watch("0", nn.Sequential(nn.ReLU())),
+        lambda: hl.capture("0", nn.Sequential(nn.ReLU())),
+        lambda: hl.patch({"0": hl.edits.ablate()}, nn.Sequential(nn.ReLU())),
+    ],
+)
+def test_a_model_behind_its_target_is_told(call):
+    """By the verbs that take a model."""
+    with pytest.raises(hl.errors.UnhookableError, match="the model comes first"):
+        call()

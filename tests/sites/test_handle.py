@@ -15,8 +15,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
+from hookline.sites import module_hooks as tables
 from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
-from hookline.sites.modules import module_hooks as tables
 
 GLOBAL_DICTS = [
     torch_module._global_module_registration_hooks,

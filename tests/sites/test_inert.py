@@ -64,7 +64,6 @@ def _all_kinds(model: nn.Module) -> hl.HandleSet:
         [
             *(hl.attach(model, "*", reading_hook(observe=True), on=kind, observe=True) for kind in OBSERVABLE),
             *(hl.attach(model, "*", reading_hook(), on=kind) for kind in ALL_KINDS),
-            *(hl.attach_everywhere(reading_hook(), on=kind, within=model) for kind in ALL_KINDS),
             *everywhere,
             hl.attach(model, "*", reading_hook(), on="forward_pre", with_kwargs=True, prepend=True),
             hl.attach(model, "*", reading_hook(), with_kwargs=True, always_call=True),

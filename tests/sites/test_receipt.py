@@ -106,30 +106,6 @@ def test_a_missing_backward_pass_is_recognized(kind):
     assert "it ran, but no backward pass came through its outputs" in message
 
 
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_a_forward_without_gradients_is_recognized(kind):
-    """Under no_grad there is no backward to see."""
-
-    def run(model: nn.Module) -> None:
-        with torch.no_grad():
-            model(X)
-
-    message = silent_warning(Bypasses(), "called", run, on=kind)
-    assert "it ran, but without gradients (torch.no_grad" in message
-    assert "call backward()" not in message
-
-
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_a_frozen_model_is_recognized(kind):
-    """Where nothing requires gradients, backward() inside of the block would not help."""
-    message = silent_warning(Bypasses().requires_grad_(False), "called", on=kind)
-    assert "no parameter of the model requires gradients" in message
-    assert "call backward()" not in message
-    half = Bypasses()
-    half.called.requires_grad_(False)
-    assert "depends on nothing with requires_grad has no graph" in silent_warning(half, "called", on=kind)
-
-
 def test_the_warning_points_at_the_line_that_removed():
     """Whoever reads it finds their own code, not ours, in both forms."""
     model = Bypasses()

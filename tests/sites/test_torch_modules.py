@@ -7,7 +7,6 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from hookline.sites import _torch
 
@@ -79,53 +78,6 @@ def test_a_full_backward_hook_sets_a_flag_that_stays():
     assert getattr(module, _torch.FULL_BACKWARD_FLAG) is None
     module.register_full_backward_hook(lambda *args: None).remove()
     assert getattr(module, _torch.FULL_BACKWARD_FLAG) is True
-
-
-def test_the_keyword_arguments_are_a_variable_of_the_caller_of_a_global_pre_hook():
-    """torch hands a global pre-hook no keywords, but they are there, and changing them changes the call."""
-    seen = []
-
-    def outer(module: nn.Module, args: object) -> None:
-        middle()
-
-    def middle() -> None:
-        # Called at the depth at which ``everywhere`` calls it.
-        kwargs = _torch.kwargs_of_call()
-        seen.append(dict(kwargs))
-        kwargs["b"] = 3
-
-    class Takes(nn.Module):
-        def forward(self, *, a: int, b: int) -> tuple[int, int]:
-            return a, b
-
-    handle = torch_module.register_module_forward_pre_hook(outer)
-    try:
-        assert Takes()(a=1, b=2) == (1, 3)
-    finally:
-        handle.remove()
-    assert seen == [{"a": 1, "b": 2}]
-
-
-def test_in_run_is_true_inside_a_call_or_a_backward_and_false_outside():
-    """With and without hooks, in the forward, in a hook, and while gradients flow."""
-    seen = []
-
-    class Asks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(_torch.in_run())
-            return x * 1
-
-    model = Asks()
-    assert not _torch.in_run()
-    model(torch.ones(1))
-    model.register_forward_hook(lambda *args: seen.append(_torch.in_run()))
-    output = model(torch.ones(1, requires_grad=True))
-    assert seen == [True, True, True]
-    assert not _torch.in_run()
-    output.register_hook(lambda grad: seen.append(_torch.in_run()))
-    output.backward()
-    assert seen == [True, True, True, True]
-    assert not _torch.in_run()
 
 
 def test_forward_hooks_are_taken_as_a_snapshot_but_state_hooks_are_walked_live():

@@ -5,7 +5,6 @@ from hookline.distributed.ranks import is_distributed as is_distributed
 from hookline.distributed.ranks import rank_count as rank_count
 from hookline.distributed.ranks import this_rank as this_rank
 from hookline.distributed.reduce import Exchange as Exchange
-from hookline.distributed.reduce import reduce_metrics as reduce_metrics
 from hookline.errors import RankError as RankError
 
 __all__: list[str]

@@ -1,7 +1,7 @@
 """Make one number of those of all ranks: gather them, and add them up in NumPy.
 
-`Exchange` is for statistics, of which ranks may hold shards or replicas: `Watch` calls it. `reduce_metrics` is for
-metrics, by the rule that each declares; ``lifecycle.ranks`` gathers records by itself and calls `reduce_records`.
+`Exchange` is for statistics, of which ranks may hold shards or replicas: `Watch` calls it. `reduce_records` is for
+metrics, by the rule that each declares: ``lifecycle.ranks`` gathers the records and calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
     "Reduced",
     "SameIfEqual",
     "check_rule",
-    "reduce_metrics",
     "reduce_records",
     "reduce_values",
 ]
@@ -279,24 +278,6 @@ def check_rule(rule: str) -> str:
         known = ", ".join(map(repr, RULES))
         raise OptionError(f"Unknown reduction {rule!r}{suggest(rule, RULES) or '.'} There are {known}.")
     return rule
-
-
-def reduce_metrics(metrics: Mapping[str, Any], rules: Mapping[str, str], what: str = "metrics") -> dict[str, Any]:
-    """Return the metrics of all ranks as one dictionary, the same on every rank.
-
-    Recipe: ``reduce_metrics({"loss": 0.3, "tokens": 512}, {"loss": "mean", "tokens": "sum"})``.
-    All ranks have to call it. A metric that only some ranks have is reduced over these.
-
-    Args:
-        metrics: The metrics of this rank: numbers, lists of numbers, dictionaries of these.
-        rules: For each name ``mean`` (each rank counts the same), ``sum``, ``max``, ``min``, ``l2`` (root of the sum of
-            squares), ``concat`` (a list with the value of each rank that has it) or ``none``, the value of the first
-            rank that has it, which is also the rule of names that are absent here.
-        what: A few words for errors: what this rank is doing.
-    """
-    for rule in rules.values():
-        check_rule(rule)
-    return reduce_records(gather_objects(dict(metrics), what=what), lambda name: rules.get(name, "none"))
 
 
 def reduce_records(records: Sequence[Mapping[str, Any]], rule_of: Callable[[str], str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Know the modules of vLLM and SGLang: where hidden states come from, how wide outputs are, which are never called.
+"""Know the modules of vLLM and SGLang: where hidden states come from, and which are never called.
 
 Their models have three habits: decoder layers return (delta, residual), projections are fused, and tensor parallelism
 cuts outputs into columns. Classes are known by their names and attributes; nothing here imports either engine. The
@@ -8,9 +8,9 @@ adapters of both call these when a hook is attached or a request begins.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.engines.hidden_states import StateSource
 from hookline.errors import NoMatchError, OptionError
@@ -18,13 +18,7 @@ from hookline.sites.targets import select
 from hookline.sites.wrappers import submodule
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["check_called", "find_sources", "never_called", "output_widths", "probe_action"]
-
-_WIDTHS: Final = {
-    **{"Linear": "out_features", "RowParallelLinear": "output_size", "ReplicatedLinear": "output_size"},
-    **{"Embedding": "embedding_dim", "VocabParallelEmbedding": "embedding_dim"},
-}
-"""The attribute that has the width of the output, by class."""
+__all__ = ["check_called", "check_no_stop", "find_sources", "never_called"]
 
 
 def find_sources(model: nn.Module, tp_size: int, layers: Sequence[str], of: str) -> list[StateSource]:
@@ -88,43 +82,10 @@ def check_called(model: nn.Module, names: Sequence[str]) -> None:
         raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
 
 
-def output_widths(model: nn.Module, hidden_size: int | None) -> dict[str, int]:
-    """Return the widths of norms, embeddings, projections that give a whole output, and decoder layers, by name.
-
-    Of other modules nothing is known before they run, and they are left out.
-
-    Args:
-        model: The model of a worker.
-        hidden_size: The width of the residual stream, from the engine's configuration; without it, layers are left out.
-    """
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        width = _own_width(module)
-        if width is not None:
-            found[name] = width
-        if hidden_size is not None and isinstance(module, nn.ModuleList):
-            layers = {f"{name}.{key}".lstrip("."): layer for key, layer in module.named_children()}
-            found |= {each: hidden_size for each, layer in layers.items() if hidden_size in _norm_widths(layer)}
-    return found
-
-
-def _own_width(module: nn.Module) -> int | None:
-    """Return the width that a module tells itself; each worker has a part of the columns of other projections."""
-    kind = type(module).__name__
-    weight = getattr(module, "weight", None)
-    if kind.endswith(("RMSNorm", "LayerNorm")) and isinstance(weight, Tensor) and weight.dim() == 1:
-        return len(weight)
-    found = getattr(module, _WIDTHS.get(kind, ""), None)
-    return found if type(found) is int else None
-
-
-def _norm_widths(layer: nn.Module) -> set[int | None]:
-    """Return the widths of the norms that are parts of a layer: they stand in the residual stream."""
-    return {_own_width(child) for child in layer.children() if "norm" in type(child).__name__.lower()}
-
-
-def probe_action(spec: HookSpec | Mapping[str, Any]) -> str | None:
-    """Return the ``action`` of a spec whose factory is ``probe``; None for any other."""
-    given = vars(spec) if isinstance(spec, HookSpec) else spec
-    is_probe = str(given.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
-    return (given.get("config") or {}).get("action") if is_probe else None
+def check_no_stop(specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
+    """Raise for a probe that is to end answers: these engines end theirs by themselves."""
+    for spec in specs:
+        given = vars(spec) if isinstance(spec, HookSpec) else spec
+        is_probe = str(given.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
+        if is_probe and (given.get("config") or {}).get("action") == "stop":
+            raise OptionError("action='stop' ends no answer on this engine; use action='flag', and cancel the request.")

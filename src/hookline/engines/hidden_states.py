@@ -180,8 +180,8 @@ class _Observer:
             for wish in wishes:
                 wish.states.fail(error)
 
-    def hand_out(self, step: _Step) -> int:
-        """Give what the forward gave to the requests; return how many bytes."""
+    def hand_out(self, step: _Step) -> None:
+        """Give what the forward gave to the requests."""
         found, self._found, self.step = self._found, {}, None
         for states, positions, _ in step.wishes:
             for source in self.users.get(states, ()):
@@ -189,7 +189,6 @@ class _Observer:
                     states.add(source, positions, found[states])
                 else:
                     states.silent.add(source)
-        return sum(each.nbytes for each in found.values())
 
 
 def _own(rows: Tensor, places: slice | Tensor) -> Tensor:
@@ -214,8 +213,6 @@ class HiddenStates:
         self._observers: dict[tuple[str, str], _Observer] = {}
         self._open: dict[str, RequestStates] = {}
         self._step: _Step | None = None
-        self.gathered = 0
-        """Bytes, so far."""
 
     @property
     def is_active(self) -> bool:
@@ -271,7 +268,8 @@ class HiddenStates:
         """Hand out what the forward gave, and stop gathering for requests that cannot have theirs."""
         step, self._step = self._step, None
         if step is not None:
-            self.gathered += sum(observer.hand_out(step) for observer in self._observers.values())
+            for observer in self._observers.values():
+                observer.hand_out(step)
         for states in [each for each in self._open.values() if each.error is not None]:
             self.close(states)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
 from hookline.factories.factory_hook import FactoryHook
+from hookline.plain import to_plain
 from hookline.sites.hook_at_site import PerSiteHook
 from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
@@ -42,13 +43,7 @@ Place = tuple[str, str]
 """The name of a module, and the kind of hook that is on it."""
 _Specs = Sequence[HookSpec | Mapping[str, Any]]
 
-_CONSEQUENCES: Final = {
-    "raise": "fails the requests of that batch; further errors are not logged",
-    "warn": "stays on; further errors are not logged",
-    "disable": "is switched off",
-}
 _MOST_NUMBERS: Final = 16
-"""A list of more numbers is shown by its first ones: the vector of `steer` has thousands."""
 _FIRST: Final = 4
 
 
@@ -85,7 +80,7 @@ class LiveHook(ErrorHandlingHook):
         kind, site_type = spec.kind_and_site_type
         wants_site = check_hook(hook, kind, site_type=site_type)
         name = spec.name or (hook.name if isinstance(hook, FactoryHook) else hook_name(hook))
-        super().__init__(hook, ErrorPolicy(spec.on_error, logger, _CONSEQUENCES), name, wants_site)
+        super().__init__(hook, ErrorPolicy(spec.on_error, logger), name, wants_site)
         self.__qualname__ = name  # reports call it by this
         self.spec = spec
         """As it was given, but for ``on_error``."""
@@ -200,7 +195,7 @@ class LiveHook(ErrorHandlingHook):
             "hook_factory": factory or "" if is_path else f"{factory.__module__}:{hook_name(factory)}",
             "target_modules": list(spec.target_modules),
             **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
-            "config": _plain(spec.config),
+            "config": _shortened(to_plain(spec.config)),
             "matched": list(self.matched),
             **{key: getattr(self, key) for key in ("origin", "fired", "last_step", "cost_us")},
             **{key: getattr(self, key) for key in ("errors", "off", "last_error")},
@@ -223,16 +218,15 @@ class _LiveObserver(LiveHook, PerSiteHook):
         return lambda module, args, output: self.run(observe, (module, args, output), name)
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates, a vector many numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        if len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value):
-            return [*map(_plain, value[:_FIRST]), f"… {len(value) - _FIRST} more"]
-        return [_plain(each) for each in value]
-    is_number = isinstance(value, float) and math.isfinite(value)
-    return value if is_number or value is None or isinstance(value, str | int) else str(value)
+def _shortened(value: Any) -> Any:
+    """Return a plain value with long lists of numbers by their first ones: the vector of `steer` has thousands."""
+    if isinstance(value, dict):
+        return {key: _shortened(each) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value):
+        return [*value[:_FIRST], f"… {len(value) - _FIRST} more"]
+    return [_shortened(each) for each in value]
 
 
 class _Factory:
@@ -311,7 +305,6 @@ class LiveHooks:
         between: Between = at_once,
         *,
         allow: Iterable[str] | None = None,
-        on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
     ) -> None:
         self.on: _Hooks = []
@@ -321,13 +314,10 @@ class LiveHooks:
         """How many numbers the output of a module has for a token, where that is known."""
         self._between = between
         self._allow = allow
-        self._on_error = on_error
         self._numbered = 0
         self._is_closed = False
         self._lock = threading.RLock()
         """Held while hooks come and go: once the engine is over, any thread may do it at once."""
-        self._closing: dict[threading.Event, int] = {}
-        """What says that removed hooks have written what they have, and the thread that closes them."""
 
     @property
     def is_active(self) -> bool:
@@ -358,8 +348,8 @@ class LiveHooks:
         """Attach one hook, wholly or not at all.
 
         Args:
-            spec: A dictionary, in which ``on_error`` is the engine's unless it says otherwise; or a `HookSpec`, which
-                is taken at its word.
+            spec: A dictionary, in which ``on_error`` is ``"disable"`` unless it says otherwise; or a `HookSpec`,
+                which is taken at its word.
             allow: What paths of factories may begin with; None: what the engine allows.
             strict: Every pattern has to match; with False, one of them.
             origin: Where the spec came from.
@@ -420,13 +410,6 @@ class LiveHooks:
                 gone = [self._take_off(live) for live in self.on[-1:]]
             self._close_made([(live.hook, live) for live in gone])
 
-    def wait_until_closed(self, patience_s: float | None = None) -> None:
-        """Wait, at most `patience_s`, for removed hooks that another thread is closing."""
-        deadline = None if patience_s is None else time.monotonic() + patience_s
-        for done, thread in list(self._closing.items()):
-            if thread != threading.get_ident():  # a hook may close the engine in its close
-                done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
     # -- between two forwards --------------------------------------------------------------------------------
 
     def attach(self, makers: Sequence[tuple[HookSpec, Any]], *, strict: bool = True) -> _Hooks:
@@ -468,11 +451,12 @@ class LiveHooks:
         finally:  # of what was made and is not on, also if that is all of it
             self._close_made([(each.hook, each.live) for each in factories if each.hook is not None])
 
-    def _checked(self, spec: HookSpec | Mapping[str, Any]) -> HookSpec:
+    @staticmethod
+    def _checked(spec: HookSpec | Mapping[str, Any]) -> HookSpec:
         if isinstance(spec, HookSpec):
             return spec
         is_said = not isinstance(spec, Mapping) or spec.get("on_error") is not None
-        return HookSpec.from_dict(spec if is_said else {**spec, "on_error": self._on_error})
+        return HookSpec.from_dict(spec if is_said else {**spec, "on_error": "disable"})
 
     def _remove(self, id: str) -> LiveHook:
         with self._lock:
@@ -492,19 +476,10 @@ class LiveHooks:
         """Close what factories made, each once, unless a hook that stays on has it; may take as long as writing."""
         with self._lock:
             kept = {id(live.hook) for live in self.on}
-        closing = {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}
-        if not closing:
-            return
-        done = threading.Event()
-        self._closing[done] = threading.get_ident()
-        try:
-            for hook, live in closing.values():
-                error = close_hook(hook)
-                if error is not None and live is not None:
-                    live.policy.count(live.name, error, "in close")
-        finally:
-            del self._closing[done]
-            done.set()
+        for hook, live in {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}.values():
+            error = close_hook(hook)
+            if error is not None and live is not None:
+                live.policy.count(live.name, error, "in close")
 
     def _metrics(self) -> dict[str, dict[str, float]]:
         with_metrics = (live for live in self.list() if callable(getattr(live.hook, "to_metrics", None)))

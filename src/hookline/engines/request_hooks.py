@@ -12,13 +12,13 @@ import re
 import threading
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from hookline.engines.live_hooks import LiveHook, LiveHooks, finite_metrics
-from hookline.engines.request_options import ClientHook
+from hookline.engines.request_options import ClientHook, remembered
 from hookline.errors import EngineBusy, HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.messages import type_name
@@ -30,13 +30,12 @@ from hookline.tree import children, map_tensors, rebuilt
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["MOST_PLACES", "PreparedHooks", "RequestHooks", "remembered"]
+__all__ = ["MOST_PLACES", "PreparedHooks", "RequestHooks", "ready_name"]
 
 MOST_PLACES: Final = 4096
 """Hooks times modules, over the answers of all requests that wait or run. Attaching, calling and removing a hook takes
 a part of a millisecond for each, in which no other request gets a token."""
 _READY: Final = "hookline.factories"
-T = TypeVar("T")
 
 
 class RequestHooks:
@@ -168,28 +167,6 @@ def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]
     return () if found is None else tuple(found.names)
 
 
-def remembered(function: Callable[..., T]) -> Callable[..., T]:
-    """Return `function` with its last results, and errors of ours, remembered.
-
-    The answers to one prompt, which come one by one, have the same patterns.
-    """
-
-    @lru_cache(maxsize=32)
-    def outcome(*args: Any) -> tuple[Any, HooklineError | None]:
-        try:
-            return function(*args), None
-        except HooklineError as error:
-            return None, error
-
-    def call(*args: Any) -> T:
-        found, error = outcome(*args)
-        if error is not None:
-            raise error.with_traceback(None)
-        return found  # type: ignore[no-any-return]
-
-    return call
-
-
 def _found(live: LiveHook) -> dict[str, Any]:
     """Return what a hook did, and its metrics, as plain data."""
     assert isinstance(live.owner, RequestRows)
@@ -206,6 +183,21 @@ def _found(live: LiveHook) -> dict[str, Any]:
 # -- what a request may ask ----------------------------------------------------------------------------------------
 
 
+def ready_name(path: str) -> str | None:
+    """Return the name of the ready-made factory that ``path`` means; None for any other path.
+
+    The package has more in it than factories, and a prefix would let all of that through.
+    """
+    dotted = path.replace(":", ".")
+    if dotted != _READY and not dotted.startswith(f"{_READY}."):
+        return None
+    name = dotted.removeprefix(_READY).removeprefix(".")
+    if name in FILE_OPTIONS:
+        return name
+    known = ", ".join(f"{_READY}:{each}" for each in FILE_OPTIONS)
+    raise NotAllowedError(f"{path!r} is no factory that clients may name; there are {known}.")
+
+
 def _check_allowed(spec: ClientHook, allow: Sequence[str] | None) -> None:
     """Raise for what requests may not ask.
 
@@ -214,20 +206,18 @@ def _check_allowed(spec: ClientHook, allow: Sequence[str] | None) -> None:
     """
     if spec.on != "forward":
         raise OptionError(f"Hooks of a request are on='forward', got {spec.on!r}.")
-    path = spec.hook_factory.replace(":", ".")
-    name = path.removeprefix(f"{_READY}.")
-    if name != path and name in FILE_OPTIONS:
+    name = ready_name(spec.hook_factory)
+    if name is None:
+        path, prefixes = spec.hook_factory.replace(":", "."), [each.replace(":", ".") for each in allow or ()]
+        if not any(path == each or path.startswith(f"{each}.") for each in prefixes):
+            raise NotAllowedError(
+                f"A request may not name {spec.hook_factory!r}; it may name factories of {_READY}"
+                f"{' and what begins with ' + ', '.join(prefixes) if prefixes else ''}."
+            )
+    else:
         files = [option for option in FILE_OPTIONS[name] if spec.config.get(option) is not None]
         if files or "folder" in FILE_OPTIONS[name]:
             raise NotAllowedError(f"{name} has files, and a hook of a request gets none; attach it to the engine.")
-        return
-    prefixes = [each.replace(":", ".") for each in allow or ()]
-    if not any(path == each or path.startswith(f"{each}.") for each in prefixes if each != _READY):
-        usable = [f"{_READY}:{each}" for each, options in FILE_OPTIONS.items() if "folder" not in options]
-        raise NotAllowedError(
-            f"A request may not name {spec.hook_factory!r}; it may name {', '.join(usable)}"
-            f"{', or what begins with ' + ', '.join(prefixes) if prefixes else ''}."
-        )
 
 
 def _called(spec: HookSpec, allow: Sequence[str]) -> Any:

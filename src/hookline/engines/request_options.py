@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
-from hookline.errors import OptionError
+from hookline.errors import HooklineError, OptionError
 from hookline.messages import short_repr
 from hookline.specs.hook_spec import HookSpec, option_errors
 
-__all__ = ["CHECKED", "ClientHook", "RequestOptions", "StatesWanted", "checked", "listed", "split_key", "without_nulls"]
+__all__ = [
+    "CHECKED", "ClientHook", "RequestOptions", "StatesWanted", "checked", "listed", "remembered", "split_key",
+    "without_nulls",
+]  # fmt: skip
 
 MOST_PATTERNS: Final = 256
 """Names and patterns of modules in one request: each is held against every module, 256 of them for 0.4 s in a model of
@@ -27,6 +31,7 @@ _LIMIT: Final = 1 << 31
 _LONGEST_TEXT: Final = 4 << 20
 
 CHECKED: Final = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+T = TypeVar("T")
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -135,6 +140,8 @@ class ClientHook(HookSpec):
 
     target_modules: Annotated[_Patterns, _OneOrMany] = Field(default=...)
     """Names or globs of modules."""
+    name: Annotated[StrictStr, Field(max_length=256)] = ""
+    """For lists and metrics."""
     hook_factory: _Text = Field(default=...)
     """``package.module:factory``, one that the server's allow-list has."""
     enabled: Literal[True] = True
@@ -196,3 +203,25 @@ def split_key(given: Any) -> tuple[str | None, dict[str, Any]]:
         raise OptionError(
             f"key is a UUID such as {uuid.uuid4()}, made anew for each request; got {given['key']!r}."
         ) from None
+
+
+def remembered(function: Callable[..., T]) -> Callable[..., T]:
+    """Return `function` with its last results, and errors of ours, remembered.
+
+    The answers to one prompt, which come one by one, have the same patterns.
+    """
+
+    @lru_cache(maxsize=32)
+    def outcome(*args: Any) -> tuple[Any, HooklineError | None]:
+        try:
+            return function(*args), None
+        except HooklineError as error:
+            return None, error
+
+    def call(*args: Any) -> T:
+        found, error = outcome(*args)
+        if error is not None:
+            raise error.with_traceback(None)
+        return found  # type: ignore[no-any-return]
+
+    return call

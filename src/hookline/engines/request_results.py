@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.engines.engine_modules import check_called, find_sources, never_called
+from hookline.engines.engine_modules import check_called, check_no_stop, find_sources, never_called
 from hookline.engines.hidden_states import RequestStates, StateSource
-from hookline.engines.request_hooks import remembered
-from hookline.engines.request_options import RequestOptions, split_key
+from hookline.engines.request_options import RequestOptions, remembered, split_key
 from hookline.errors import Hint, HooklineError, HookNameError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.sites.receipt import cause_around
@@ -68,9 +67,8 @@ class RequestResults:
         session: Where their hooks go, and their hidden states come from.
         most_bytes: How much the hidden states of all of them together may take.
         allow: What paths of factories of their hooks may begin with, beside ``hookline.factories``.
-        check: Raises for options that this engine cannot do.
+        check: Raises if no hook can fire in this engine.
         tp_size: Into how many parts tensor parallelism cuts outputs.
-        can_stop: Whether the engine ends answers that a probe wants to stop.
     """
 
     def __init__(
@@ -79,15 +77,14 @@ class RequestResults:
         *,
         most_bytes: int = 1 << 30,
         allow: Sequence[str] | None = None,
-        check: Callable[[RequestOptions], None] = lambda options: None,
+        check: Callable[[], object] = lambda: None,
         tp_size: int = 1,
-        can_stop: bool = False,
     ) -> None:
         self._session = session
         self._most_bytes = most_bytes
         self._allow = allow
         self._check = check
-        self._can_stop = can_stop
+        self._has_logged = False
         self._sources = remembered(partial(find_sources, session.model, tp_size))
         self._running: dict[str, _Result] = {}
         """By the engine's own id."""
@@ -132,7 +129,8 @@ class RequestResults:
         if asked == RequestOptions():
             return
         self._keep(result)
-        self._check(asked)
+        self._check()
+        check_no_stop(asked.hooks)
         session, wanted = self._session, asked.hidden_states
         if wanted is not None:
             wanted.check(result.prompt)
@@ -162,30 +160,31 @@ class RequestResults:
         if result.hooks is not None:
             result.hook_results, result.hooks = result.hooks.close(), None
 
-    def collect(self, ids: Mapping[str, str]) -> list[str]:
-        """Take what the last step gave; return the engine's ids of requests whose answers are to end.
+    def collect(self, ids: Mapping[str, str]) -> None:
+        """Take what the last step gave; raise nothing, as the answers of that step are there.
 
         Args:
             ids: The engine's own id of each request of the step, by its name.
         """
-        ending: list[str] = []
-        for name, flags in self._session.collect().items():
-            result = self._running.get(ids[name])
-            if result is None:  # an engine that does not tell of all its requests has no answer for them
-                continue
-            if self._can_stop and any(flag.stops for flag in flags):
-                ending.append(result.id)
-            result.flags = merge_flags([*result.flags, *flags])
-            self._keep(result)
-        self._make_room()
-        return ending
+        try:
+            for name, flags in self._session.collect().items():
+                result = self._running.get(ids[name])
+                if result is not None:  # an engine that does not tell of all its requests has no answer for them
+                    result.flags = merge_flags([*result.flags, *flags])
+                    self._keep(result)
+            self._make_room()
+        except Exception as error:
+            self.give_up("what hooks found in a step could not be read", error)
 
-    def fail_running(self, error: Exception) -> None:
-        """Give up the states of all running requests: nobody knows which of a step's tokens were theirs."""
+    def give_up(self, what: str, error: Exception) -> None:
+        """Fail the states of all running requests, as nobody knows which tokens of a step were theirs; log it once."""
         for result in self._running.values():
             if result.states is not None:
-                result.states.fail(error)
+                result.states.fail(OptionError(f"For a request's own results, {what} ({error!r})."))
                 self._session.states.close(result.states)
+        if not self._has_logged:
+            self._has_logged = True
+            logger.error("%s; hooks do not know whose tokens they see", what, exc_info=error)
 
     def _make_room(self) -> None:
         """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest.
@@ -238,13 +237,12 @@ class RequestResults:
 
     def _taken(self, result: _Result) -> dict[str, Any]:
         self._end(result)
-        flags = [flag.to_plain(stopped=flag.stops and self._can_stop) for flag in result.flags]
         plain: dict[str, Any] = {
             "request": result.name,
             "prompt_tokens": result.prompt,
             "not_computed": result.not_computed,
             "hooks": result.hook_results,
-            "flags": flags,
+            "flags": [flag.to_plain(stopped=False) for flag in result.flags],
             "states": {},
             "silent": {},
             "error": None,

@@ -44,7 +44,6 @@ class Session:
         model: The model.
         between: Runs an act while no forward is running.
         allow: What paths of factories of the engine's hooks may begin with; None allows all.
-        on_error: What an exception in a hook of the engine does, unless its spec says.
         widths: How many numbers the output of a module has for a token, where that is known.
         outputs: Modules whose output has a row for each token; None if the engine does not know.
         inputs: Modules that take a row for each token; None if the engine does not know.
@@ -57,14 +56,13 @@ class Session:
         between: Between = at_once,
         *,
         allow: Iterable[str] | None = None,
-        on_error: str = "disable",
         widths: Mapping[str, int] | None = None,
         outputs: Container[str] | None = None,
         inputs: Container[str] | None = None,
         stream: Any = _main,
     ) -> None:
         self.model = model
-        self.live = LiveHooks(model, between, allow=allow, on_error=on_error, widths=widths)
+        self.live = LiveHooks(model, between, allow=allow, widths=widths)
         """All hooks; those of single requests, which nobody else is shown, have an owner."""
         self.of_requests = RequestHooks(model, self.live, outputs=outputs, inputs=inputs)
         self.states = HiddenStates(model, stream)

@@ -19,7 +19,6 @@ FILE_OPTIONS: dict[str, tuple[str, ...]] = {
     "steer": ("file",),
     "replace_rows": ("file",),
     "probe": ("file",),
-    "record_mean": ("file",),
 }
 """Which keys of each factory's config are paths: a server that takes specs from strangers limits where they point."""
 

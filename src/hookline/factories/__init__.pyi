@@ -1,20 +1,18 @@
 """The public names of ``hookline.factories``, each with the module it lives in."""
 
-from hookline.factories.alarm import nan_alarm as nan_alarm
 from hookline.factories.export_files import ActivationDataset as ActivationDataset
 from hookline.factories.export_files import read_export as read_export
-from hookline.factories.export_run import ExportedRun as ExportedRun
-from hookline.factories.export_run import export_activations as export_activations
 from hookline.factories.exporting import export as export
-from hookline.factories.means import record_mean as record_mean
-from hookline.factories.probe_heads import ProbeHead as ProbeHead
-from hookline.factories.probe_heads import train_probe as train_probe
+from hookline.factories.exporting import export_activations as export_activations
+from hookline.factories.probing import ProbeHead as ProbeHead
 from hookline.factories.probing import probe as probe
+from hookline.factories.probing import train_probe as train_probe
 from hookline.factories.replacing import replace_rows as replace_rows
 from hookline.factories.replacing import stream_of as stream_of
 from hookline.factories.replacing import with_stream as with_stream
 from hookline.factories.steering import steer as steer
 from hookline.factories.streaming_stats import activation_stats as activation_stats
+from hookline.factories.streaming_stats import nan_alarm as nan_alarm
 from hookline.observe.tokens import Tokens as Tokens
 from hookline.observe.tokens import current_tokens as current_tokens
 from hookline.observe.tokens import serving as serving

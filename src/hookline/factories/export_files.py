@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from hookline.errors import OptionError
 from hookline.files import replace_file
-from hookline.messages import counted
 from hookline.observe.tokens import ChosenTokens, Tokens, sent_to_host
 from hookline.records.log import dumps
 
@@ -254,10 +253,7 @@ def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
         for text in index.read_bytes().splitlines(keepends=True):
             if not text.endswith(b"\n"):  # it is still being written, or never will be
                 continue
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise OptionError(f"{index} has a broken line ({error}); it is not as the export wrote it.") from None
+            line = json.loads(text)
             if line["shard"] != Path(line["shard"]).name:
                 raise OptionError(f"{index} names {line['shard']!r}, which is no file of its folder.")
             yield line
@@ -329,22 +325,15 @@ class ActivationDataset(Dataset[ActivationItem]):
         self._ends = list(accumulate(len(line["positions"]) for line in self._lines))
         self._shards: dict[str, Any] = {}
 
-    def __repr__(self) -> str:
-        requests = counted(len({line["request"] for line in self._lines}), "request")
-        where = repr(self.modules[0]) if len(self.modules) == 1 else counted(len(self.modules), "module")
-        return f"<ActivationDataset of {counted(len(self), 'token')} in {requests}, {where}>"
-
     def __len__(self) -> int:
         """Return how many tokens there are."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> ActivationItem:
         """Return one token."""
-        if isinstance(index, slice):
-            raise TypeError("One token at a time: dataset[0]; dataset.tensors() returns all of them.")
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
-            raise IndexError(f"There are {len(self)} tokens, and none has the index {index}.")
+            raise IndexError(index)
         number = bisect.bisect_right(self._ends, place)
         line = self._lines[number]
         row = place - (self._ends[number] - len(line["positions"]))

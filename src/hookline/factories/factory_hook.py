@@ -227,7 +227,7 @@ _KINDS: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
     Path: (_is_text, "a text that is not empty"),
     tuple[str, ...]: (
         lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
-        "a list of names, such as ['r1', 'exp-a-*']",
+        "a list of names",
     ),
 }
 """What values of an annotation are, and how errors call them."""

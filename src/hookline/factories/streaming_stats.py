@@ -1,6 +1,6 @@
-"""``activation_stats``: keep streaming statistics of outputs while a model answers, by the engine of ``watch``.
+"""``activation_stats`` and ``nan_alarm``: statistics of outputs while a model answers, by the engine of ``watch``.
 
-Specs and users make it; ``nan_alarm`` and ``probe`` derive from its classes. In inference mode torch does not say
+Specs and users make them; ``probe`` derives from their classes. In inference mode torch does not say
 whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does in training. A
 launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes; a copy takes
 10. So small outputs on a GPU are copied (`Copies`), and those of a forward are reduced together; larger ones are worth
@@ -18,18 +18,17 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, without_padding
-from hookline.observe.watch.engine import Note, StatsEngine
+from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, shape_of, without_padding
+from hookline.observe.watch.engine import Note, StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of, streams_of
-from hookline.observe.watch.row import Layout, as_metrics, table_of
+from hookline.observe.watch.row import BAD, INF, NAN, Layout, as_metrics, table_of
 from hookline.records.log import LineFile, json_line
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
-__all__ = ["ActivationStats", "Gathered", "StreamedModule", "Streaming", "StreamingObserver", "activation_stats"]
+__all__ = ["ActivationStats", "Gathered", "NanAlarm", "StreamedModule", "activation_stats", "nan_alarm"]
 
 logger = logging.getLogger("hookline.factories.activation_stats")
+alarm_logger = logging.getLogger("hookline.factories.nan_alarm")
 
 _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 """Devices that the engine reads at once, as they do not run behind the host."""
@@ -54,20 +54,21 @@ _SMALL_SHARE: Final = 256
 """Of that, an output has one part in so many at most: 560 KiB on an H200, a batch of 64 tokens of width 4096."""
 
 
+@dataclass(slots=True, eq=False)
 class StreamedModule:
     """Hold the row of one module, and count its calls."""
 
-    __slots__ = ("calls", "copies", "name", "watched")
+    name: str
+    watched: WatchedPlace
+    copies: Copies | None = None
+    """What copies its outputs, if it may."""
+    calls: int = 0
+    shape: tuple[int, ...] = ()
+    """That of its last output, for an alarm."""
+    was_logged: bool = False
+    """Whether an alarm has told of it."""
 
-    def __init__(self, engine: StatsEngine, name: str) -> None:
-        self.name = name
-        self.watched = engine.place(name, "")
-        self.copies: Copies | None = None
-        """What copies its outputs, if it may."""
-        self.calls = 0
 
-
-ModuleT = TypeVar("ModuleT", bound=StreamedModule)
 Gathered: TypeAlias = list[tuple[StreamedModule, Tensor]]
 """Outputs of compiled code that are reduced together, before it goes on and uses their memory again."""
 
@@ -163,49 +164,6 @@ class Copies:
             self._launch[1]()
 
 
-class Streaming:
-    """Add up statistics of any number of modules, on the devices of their tensors."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.engine = StatsEngine(layout)
-        self._copies: dict[torch.device, Copies] = {}
-
-    def take(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None = None) -> None:
-        """Add the statistics of a tensor, now or at the end of the forward; or put it into ``gathered`` for that."""
-        if gathered is None and module.copies is not None and module.copies.take(module, tensor):
-            return
-        place, device = module.watched, tensor.device
-        if device not in place.rows and _torch.capturing():
-            place.unread = "the first forward was recorded as a CUDA graph, where nothing can be made ready"
-        elif device.type in _READ_AT_ONCE:
-            self.engine.take(place, tensor)
-        elif gathered is not None:
-            gathered.append((module, tensor))
-        else:  # the first one at once: rows are made then, and the kernel that a CUDA graph may need as well
-            self.engine.take(place, tensor)
-            if not self.engine.layout.by_unit:
-                module.copies = self._copies.get(device) or self._copies.setdefault(device, Copies(self.engine, device))
-
-    def flush(self) -> None:
-        """Reduce what waits."""
-        self.engine.flush()
-        for copies in list(self._copies.values()):
-            copies.flush()
-
-    def read(self, modules: Iterable[StreamedModule]) -> list[dict[str, float]]:
-        """Return the columns of each module: one transfer per device."""
-        with self.engine.lock:
-            self.flush()
-            cells = self.engine.read()
-            return [cells[module.watched] for module in modules]
-
-    def reset(self) -> None:
-        """Drop what was counted so far."""
-        for copies in list(self._copies.values()):
-            copies.forget()
-        self.engine.reset()
-
-
 def _main_output(tensors: list[Tensor]) -> Found:
     """Return the main tensor of an output, to be handed over; an output without a tensor counts as a call."""
     main = main_of(tensors)
@@ -213,19 +171,20 @@ def _main_output(tensors: list[Tensor]) -> Found:
     return ([] if main is None else [main.detach()]), 1
 
 
-class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
-    """Feed a `Streaming` with the outputs of each module that the hook is on."""
+class StreamingObserver(Observer, PerSiteHook, Summary):
+    """Add up statistics of the outputs of each module that the hook is on, on the devices of the tensors."""
 
     number = zlib.crc32(b"main tensor of an output")
     make = staticmethod(_main_output)
 
-    def __init__(self, streaming: Streaming, kind: type[ModuleT], *, add_residual: bool = False) -> None:
-        self._streaming = streaming
-        self._modules = ByModule(lambda name: kind(streaming.engine, name))
+    def __init__(self, layout: Layout, *, add_residual: bool = False) -> None:
+        engine = self.engine = StatsEngine(layout)
+        self._copies: dict[torch.device, Copies] = {}
+        self._modules = ByModule(lambda name: StreamedModule(name, engine.place(name, "")))
         self._expected: set[str] = set()
         """Modules that it was told of before they ran."""
         self._add_residual = add_residual
-        self._first: ModuleT | None = None
+        self._first: StreamedModule | None = None
         """The module that was called first: when it is called again, a forward is over."""
         self.summary = None if add_residual else self
 
@@ -246,7 +205,7 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
 
     def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         """Return what observes the module called ``name``, whose state is found once."""
-        seen: ModuleT | None = None
+        seen: StreamedModule | None = None
 
         def observe(module: nn.Module, inputs: Any, output: Any) -> None:
             nonlocal seen
@@ -256,7 +215,7 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
 
         return observe
 
-    def _fire(self, seen: ModuleT, output: Any, gathered: Gathered | None = None) -> None:
+    def _fire(self, seen: StreamedModule, output: Any, gathered: Gathered | None = None) -> None:
         """Add the output of a module; into ``gathered``, if it is to be reduced together with others."""
         if self._first is None:
             self._first = seen
@@ -275,13 +234,19 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
             gathered: Gathered = []
             for name, module, found, _ in items:
                 self._fire(self._modules.named(name, module), found[0] if found else None, gathered)
-            self._streaming.engine.take_all((seen.watched, tensor, None) for seen, tensor in gathered)
+            self.engine.take_all((seen.watched, tensor, None) for seen, tensor in gathered)
 
     def _end_forward(self) -> None:
-        """Begin the next forward: reduce what waits."""
-        self._streaming.flush()
+        """Begin the next forward."""
+        self._flush()
 
-    def _take(self, seen: ModuleT, tensor: Tensor, gathered: Gathered | None) -> None:
+    def _flush(self) -> None:
+        """Reduce what waits."""
+        self.engine.flush()
+        for copies in list(self._copies.values()):
+            copies.flush()
+
+    def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> None:
         """Add the statistics of ``tensor``."""
         try:
             real = without_padding(tensor)
@@ -290,15 +255,41 @@ class StreamingObserver(Observer, PerSiteHook, Summary, Generic[ModuleT]):
         except Exception as error:  # an observer must not end the run
             seen.watched.give_up(tensor, error)
 
-    def _add(self, seen: ModuleT, real: Tensor, gathered: Gathered | None) -> None:
-        self._streaming.take(seen, real, gathered)
+    def _add(self, seen: StreamedModule, real: Tensor, gathered: Gathered | None = None) -> None:
+        """Add the statistics of a tensor, now or at the end of the forward; or put it into ``gathered`` for that."""
+        if gathered is None and seen.copies is not None and seen.copies.take(seen, real):
+            return
+        place, device = seen.watched, real.device
+        if device not in place.rows and _torch.capturing():
+            place.unread = "the first forward was recorded as a CUDA graph, where nothing can be made ready"
+        elif device.type in _READ_AT_ONCE:
+            self.engine.take(place, real)
+        elif gathered is not None:
+            gathered.append((seen, real))
+        else:  # the first one at once: rows are made then, and the kernel that a CUDA graph may need as well
+            self.engine.take(place, real)
+            if not self.engine.layout.by_unit:
+                seen.copies = self._copies.get(device) or self._copies.setdefault(device, Copies(self.engine, device))
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return the columns of each module's row, from which statistics are computed; one transfer per device."""
+        with self.engine.lock:
+            self._flush()
+            cells = self.engine.read()
+            return {name: cells[seen.watched] for name, seen in self._modules.items()}
+
+    def reset(self) -> None:
+        """Drop what was counted so far."""
+        for copies in list(self._copies.values()):
+            copies.forget()
+        self.engine.reset()
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
 _torch.leave_to_python(StreamingObserver.__call__)
 
 
-# -- the factory -------------------------------------------------------------------------------------------------
+# -- activation_stats -------------------------------------------------------------------------------------------------
 
 _COUNTS: Final = ("nonfinite", "nan", "inf")
 
@@ -307,18 +298,11 @@ _COUNTS: Final = ("nonfinite", "nan", "inf")
 class StatsOptions:
     """The config of ``activation_stats``."""
 
-    stats: Any = None
+    stats: tuple[str, ...] | None = None
     phase: Stage = "both"
     log_every: int | None = None
     file: Path | None = None
     add_residual: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """The statistics that are asked for."""
-        if self.stats is not None and not isinstance(self.stats, str | list | tuple):
-            raise OptionError(f"activation_stats: stats is a list of names such as 'mean', got {self.stats!r}.")
-        return Layout.of(tuple(self.stats) if isinstance(self.stats, list) else self.stats)
 
 
 def _try(config: Mapping[str, Any]) -> ActivationStats:
@@ -348,16 +332,17 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
 
 def _make(options: StatsOptions) -> ActivationStats:
     log = None if options.log_every is None and options.file is None else _StatsLog(options)
-    return only_in_stage(ActivationStats, options.phase)(options.layout, log=log, add_residual=options.add_residual)
+    layout = Layout.of(None if options.stats is None else tuple(options.stats))
+    return only_in_stage(ActivationStats, options.phase)(layout, log=log, add_residual=options.add_residual)
 
 
-class ActivationStats(StreamingObserver[StreamedModule]):
+class ActivationStats(StreamingObserver):
     """Keep the statistics of all modules that one ``activation_stats`` is on, also after removal."""
 
     name = "activation_stats"
 
     def __init__(self, layout: Layout, *, log: _StatsLog | None = None, add_residual: bool = False) -> None:
-        super().__init__(Streaming(layout), StreamedModule, add_residual=add_residual)
+        super().__init__(layout, add_residual=add_residual)
         self._ended = 0
         self._log = log
 
@@ -372,24 +357,15 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 
         Counts of what is not finite are there as 0 before the first: an alert needs its series then.
         """
-        layout = self._streaming.engine.layout
+        layout = self.engine.layout
         if layout.by_unit:
-            return self._streaming.engine.to_metrics()
+            return self.engine.to_metrics()
         found: dict[str, float] = {}
         for name, cells in self.read().items():
             is_known = "nonfinite" in layout.stats and not cells["bad"] and (name in self._expected or cells["count"])
             stats = dict.fromkeys(_COUNTS, 0.0) if is_known else {}
             found |= {f"{name}/{stat}": value for stat, value in (stats | as_metrics(cells, layout)).items()}
         return found
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """Return the columns of each module's row, from which statistics are computed."""
-        modules = dict(self._modules.items())
-        return dict(zip(modules, self._streaming.read(modules.values()), strict=True))
-
-    def reset(self) -> None:
-        """Drop what was counted so far."""
-        self._streaming.reset()
 
     def close(self) -> None:
         """Write the last line."""
@@ -427,3 +403,79 @@ class _StatsLog:
             self.write(metrics, forwards)
         if self._file is not None:
             self._file.close()
+
+
+# -- nan_alarm ---------------------------------------------------------------------------------------------------
+
+_CPU: Final = torch.device("cpu")
+_PAUSE: Final = 1.0
+"""Seconds between two reads of a GPU's counts: each waits for the device."""
+
+
+@dataclass(frozen=True)
+class AlarmOptions:
+    """The config of ``nan_alarm``: it has no options."""
+
+
+@tried_by()
+def nan_alarm(config: Mapping[str, Any] | None = None) -> NanAlarm:
+    """Make a hook that logs once for each module when it first returns NaN or infinity.
+
+    Recipe::
+
+        hook = nan_alarm({})
+        with hookline.attach(model, "*", hook):
+            model(x)
+        hook.to_metrics()  # {"layers.3/nonfinite": 1.0, "layers.3/nan": 4.0, "layers.3/inf": 0.0}
+
+    Args:
+        config: Empty; the alarm has no options. Counts are kept on the device of the tensors. On a CPU they are read
+            in the same call; on a GPU once in a second, at the end of a forward.
+    """
+    read_options("nan_alarm", AlarmOptions, config)
+    return NanAlarm(Layout.of("nonfinite"))
+
+
+class NanAlarm(StreamingObserver):
+    """Watch all modules that one ``nan_alarm`` is on."""
+
+    name = "nan_alarm"
+    _next = 0.0
+    """When to read the counts of GPUs."""
+
+    def _end_forward(self) -> None:
+        super()._end_forward()
+        is_on_gpu = any(device.type == "cuda" for device in self.engine.device_rows)
+        if is_on_gpu and time.monotonic() > self._next and not _torch.capturing():
+            self.to_metrics()
+            self._next = time.monotonic() + _PAUSE
+
+    def _add(self, seen: StreamedModule, real: Tensor, gathered: Gathered | None = None) -> None:
+        seen.shape = shape_of(real)
+        super()._add(seen, real, gathered)
+        row = seen.watched.rows.get(_CPU)
+        if row is not None and row.cells is not None and row.cells[BAD]:
+            self._log(seen, row.cells[NAN], row.cells[INF])
+
+    def _log(self, seen: StreamedModule, nan: float, inf: float) -> None:
+        if not seen.was_logged:
+            seen.was_logged = True
+            alarm_logger.warning(
+                "%s gave out %d NaN and %d infinities, in a tensor of shape %s, in call %d",
+                seen.name, int(nan), int(inf), seen.shape, seen.calls,
+            )  # fmt: skip
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
+        found: dict[str, float] = {}
+        read = self.read()
+        modules = dict(self._modules.items())
+        for name, cells in read.items():
+            if cells["bad"]:
+                self._log(modules[name], cells["nan"], cells["inf"])
+            found |= {f"{name}/nonfinite": cells["bad"], f"{name}/nan": cells["nan"], f"{name}/inf": cells["inf"]}
+        return found
+
+    def close(self) -> None:
+        """Log what has not been logged yet."""
+        self.to_metrics()

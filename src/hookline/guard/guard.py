@@ -1,7 +1,8 @@
 """Undo what an intervention did to a run, whether it finished, raised or was interrupted.
 
 `HookManager.fire` saves once per firing and runs every intervention in a ``protecting`` block; users call `rollback`.
-Both go through `Guard`, which keeps a `Snapshot` of the run and fills in a `GuardReceipt` for each block.
+Both go through `Guard`, which keeps a `Snapshot` of the run and `TorchSwitches` of the block, and fills in a
+`GuardReceipt` for each block.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ _CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python
 # it with the whole state takes 70 µs, and to copy its 16 bytes 1. Where they lie is checked once, on a generator of our
 # own; where they are not found (another Python or NumPy), the whole state is read.
 
+_TWISTER_BYTES: Final = 624 * 4 + 4
+"""The bytes of the numbers of a Mersenne twister, and of its position among them."""
 _STORE: Final = 16
 """The bytes of NumPy's note whether it has a normal number in store, and of that number."""
 
@@ -181,7 +183,7 @@ class RandomStates:
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self._states = _positions()
-        self._stream, self._numpy = _NUMPY.get_bit_generator(), numpy_state()
+        self._stream, self._numpy = _NUMPY.get_bit_generator(), _numpy_position()
         self._is_of_hooks = any(self._stream is stream for stream in _HOOKS.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
@@ -198,16 +200,16 @@ class RandomStates:
         if _HOOKS.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
             _NUMPY.set_bit_generator(type(self._stream)())
-            _set_numpy(self._numpy)
+            _set_numpy_position(self._numpy)
             return
         if _NUMPY.get_bit_generator() is not self._stream:
             _NUMPY.set_bit_generator(self._stream)
         if own or not self._is_of_hooks:
-            _set_numpy(self._numpy)
+            _set_numpy_position(self._numpy)
 
     def changed(self) -> list[str]:
         """Return the names of the streams that have moved since."""
-        now, before = _positions() | {"NumPy": numpy_state()}, self._states | {"NumPy": self._numpy}
+        now, before = _positions() | {"NumPy": _numpy_position()}, self._states | {"NumPy": self._numpy}
         moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
         others = [
             f"generator {number} ({type(generator).__name__})"
@@ -351,6 +353,25 @@ def _set_numpy(state: Any) -> None:
         np.random.set_state(state)
     else:
         _NUMPY.get_bit_generator().state = state
+
+
+def _numpy_position() -> Any:
+    """Return where NumPy is, and its store: of a Mersenne twister as bytes, in 1 µs and not 70, else the state."""
+    stream = _NUMPY.get_bit_generator()
+    if _STORED_NORMAL is None or type(stream) is not np.random.MT19937:
+        return numpy_state()
+    with stream.lock:
+        return ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES), _STORED_NORMAL.raw
+
+
+def _set_numpy_position(position: Any) -> None:
+    """Set the stream that NumPy's global functions draw from now, which is of the same kind."""
+    if not isinstance(position, tuple):
+        _set_numpy(position)
+        return
+    stream = _NUMPY.get_bit_generator()
+    with stream.lock:
+        (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw, _STORED_NORMAL.raw = position
 
 
 # -- generators ----------------------------------------------------------------------------------------------------

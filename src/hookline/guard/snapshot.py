@@ -224,31 +224,33 @@ class Look(NamedTuple):
 
 
 class _Question:
-    """Something that is asked of many things at once, without a line of Python for each, and what the answers were."""
+    """Something that is asked of many tensors at once, without a line of Python for each, and what was answered."""
 
-    def __init__(self, indices: Collection[int], things: Iterable[Any], *asks: Callable[[Any], Any]) -> None:
+    def __init__(self, indices: Collection[int], ask: Callable[[], Iterable[Any]]) -> None:
         self.indices = indices
-        """The index of the tensor that each of the ``things`` belongs to."""
-        self._things, self._asks = things, asks
+        """Those of the tensors, in the order of the answers."""
+        self._ask = ask
         self.note()
-
-    def _now(self) -> list[tuple[Any, ...]]:
-        return list(zip(*[map(ask, self._things) for ask in self._asks], strict=True))
 
     def note(self) -> None:
         """Note the answers of now."""
-        self.before = self._now()
+        self.before = list(self._ask())
 
     def differing(self) -> set[int]:
-        """Return the indices of the tensors about which an answer is another one now."""
-        now, before = self._now(), self.before
+        """Return the indices of the tensors about which the answer is another one now."""
+        now, before = list(self._ask()), self.before
         if now == before:
             return set()
         return {index for index, new, old in zip(self.indices, now, before, strict=True) if new != old}
 
 
-def _dictionary_of(tensor: Tensor) -> int:
-    return id(vars(tensor))
+def _ask_layouts(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
+    return map(_layout_of, tensors), map(Tensor.stride, tensors), map(Tensor.is_conj, tensors)
+
+
+def _ask_holders(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
+    uses = map(_torch.use_count, tensors)
+    return map(type, tensors), map(_torch.identity_of, tensors), uses, map(id, map(vars, tensors))
 
 
 class SavedPart:
@@ -269,10 +271,10 @@ class SavedPart:
         # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
         # refers to, and swapping gives it other memory.
         self._holders = [tensor for tensor in self.tensors if type(tensor) is not Tensor]
-        self._versions = _Question(self._indices(self._counted), self._counted, _version_of)
-        self._flags = _Question(range(len(self.tensors)), self.tensors, _flag_of)
-        asked = type, _torch.identity_of, _torch.use_count, _dictionary_of
-        self._holding = _Question(self._indices(self._holders), self._holders, *asked)
+        tensors, counted, held = self.tensors, self._counted, self._holders
+        self._versions = _Question(self._indices(counted), lambda: map(_version_of, counted))
+        self._flags = _Question(range(len(tensors)), lambda: map(_flag_of, tensors))
+        self._holding = _Question(self._indices(held), lambda: zip(*_ask_holders(held), strict=True))
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies: MemoryCopies | None = None
         self.copied: frozenset[str] = frozenset()
@@ -284,9 +286,10 @@ class SavedPart:
 
     def _note_memory(self) -> None:
         storages = [alias.untyped_storage() for alias in self._aliases.values()]
-        self._memory = _Question(self._aliases, storages, _nbytes, _address)
-        self._addresses = _Question(self._aliases, self._strided, Tensor.data_ptr)
-        self._layouts = _Question(self._aliases, self._strided, _layout_of, Tensor.stride, Tensor.is_conj)
+        indices, live = self._aliases, self._strided
+        self._memory = _Question(indices, lambda: zip(map(_nbytes, storages), map(_address, storages), strict=True))
+        self._addresses = _Question(indices, lambda: map(Tensor.data_ptr, live))
+        self._layouts = _Question(indices, lambda: zip(*_ask_layouts(live), strict=True))
         # Asked in one call, which takes a tenth of the time; it may say no where nothing is other. It does not know
         # that complex numbers may be read with the other sign of their imaginary part.
         has_complex = any(map(Tensor.is_complex, self._strided))
@@ -298,7 +301,11 @@ class SavedPart:
 
     def moved(self) -> set[int]:
         """Return the indices of the tensors that have other memory, or another layout, than they had."""
-        found = self._memory.differing() | self._addresses.differing()
+        return self._memory.differing() | self.placed_anew()
+
+    def placed_anew(self) -> set[int]:
+        """Return the indices of the tensors that are elsewhere in memory, or have another layout."""
+        found = self._addresses.differing()
         return found if self._has_same_layout() else found | self._layouts.differing()
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -317,7 +324,7 @@ class SavedPart:
             question.note()
         tensors = self.tensors
         self._graphs = {
-            i: tensors[i].grad_fn for i, (flag,) in enumerate(self._flags.before) if flag and not tensors[i].is_leaf
+            i: tensors[i].grad_fn for i, flag in enumerate(self._flags.before) if flag and not tensors[i].is_leaf
         }
         """The node that computed a tensor: a write in place gives it another one."""
         sparse = set(range(len(tensors))).difference(self._aliases)
@@ -429,7 +436,7 @@ class SavedPart:
         return dict.fromkeys(stuck, "it is a view, or was computed, and was written with a graph, which stays")
 
     def _restore_flags(self, index: int) -> bool:
-        tensor, requires_grad = self.tensors[index], self._flags.before[index][0]
+        tensor, requires_grad = self.tensors[index], self._flags.before[index]
         if index in self._graphs:
             return tensor.grad_fn is self._graphs[index]
         # A view that was detached before, and is written with a graph again, calls itself a leaf.
@@ -469,7 +476,7 @@ class SavedPart:
         others = self._versions.indices if advance else self._versions.differing()
         before = dict(zip(self._versions.indices, self._versions.before, strict=True)) if others else {}
         copied = [index for index in others if self.kinds[index] in self.copied]
-        versions = [self.tensors[index]._version + 1 if advance else before[index][0] for index in copied]
+        versions = [self.tensors[index]._version + 1 if advance else before[index] for index in copied]
         _torch.set_versions(tuple(self.tensors[index] for index in copied), tuple(versions))
 
 
@@ -624,7 +631,7 @@ class Snapshot:
         kept, self._main = self._main, None
         if kept is not None and kept.has_same_memory():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not kept.moved() and kept.walk.refresh():
+            if not kept.placed_anew() and kept.walk.refresh():
                 return kept
         if kept is not None:
             kept.free()

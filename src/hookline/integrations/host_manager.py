@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,10 +16,11 @@ import torch
 from torch import nn
 
 from hookline.distributed.ranks import rank_count
-from hookline.errors import HooklineWarning, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
-from hookline.messages import caller_stacklevel, type_name, unknown_name_text
+from hookline.messages import type_name, unknown_name_text
 from hookline.records.sink import MetricSink, Record
 from hookline.records.values import mean, number, numbers, step_axis, values_in
 from hookline.runs.build import ALWAYS, Built, build
@@ -167,8 +167,7 @@ def open_notes(manager: HookManager, context: Mapping[str, Any], *, is_own: bool
         try:
             fan_out.open_log(Path(context["run_dir"]) / LOG)
         except OptionError as error:  # a Trainer that was interrupted in the same notebook has it open
-            text = f"This run has no log, and no page: {error}"
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(f"This run has no log, and no page: {error}")
     log = fan_out.log
     if not is_own or log is None or log.name != LOG:
         return RunNotes(Path(), manager, [], is_written=False)

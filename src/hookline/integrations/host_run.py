@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,9 +15,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.host_manager import (
     HostLogSink,
     check_options,
@@ -27,19 +28,21 @@ from hookline.integrations.host_manager import (
     make_manager,
     open_notes,
 )
-from hookline.integrations.host_state import check_state, load_state, save_state
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.phases import in_phase
 from hookline.sites.optimizers import unwrap_optimizer
+from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
 from hookline.training.ranks import warn_of_join
 from hookline.training.run import Run, Schedule
 from hookline.training.state import Passes
+from hookline.tree import map_tensors
 from hookline.when import HookPoint, growing_interval
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
     from hookline.lifecycle.manager import HookManager
+    from hookline.lifecycle.ranks import OneProcess
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 _NO_PHASE: Final = nullcontext()
@@ -184,7 +187,7 @@ class HostRun:
         if context:
             manager.set_run_context(**context)
         for sentence in manager.plan.will_not_fire(_POINTS[self._loop]):
-            warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(sentence)
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
         run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
         run.has_loss = "loss_fn" in experiment.capabilities
@@ -426,11 +429,11 @@ class HostRun:
         """Return the state of hooks, schedules, sinks and sums; of ``all_ranks`` if every rank calls it with that."""
         run = self._running("state_dict")
         held = {place: grad for place, (_, grad) in enumerate(self._previous) if grad is not None}
-        return save_state(run, held, within=self.in_epoch, all_ranks=all_ranks)
+        return _save_state(run, held, within=self.in_epoch, all_ranks=all_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
-        check_state(state, self._loop)
+        _check_state(state, self._loop)
         if self.run is None:
             self._pending = state
         else:
@@ -438,7 +441,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        held = load_state(run, state, step)
+        held = _load_state(run, state, step)
         if self._wants_previous:
             parameters = enumerate(run.experiment.model.parameters())
             self._previous = [(one, held[place].to(one.device) if place in held else None) for place, one in parameters]
@@ -566,3 +569,112 @@ class _shown:
 
 def _copy_of(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.detach().clone()
+
+
+# -- the state of a run, for the host's checkpoint -----------------------------------------------------------------
+
+# Everything in it is plain or a tensor, so that any checkpoint can hold it. Hosts write the dictionary of rank 0 alone,
+# and every rank loads that: it may have the states of all.
+_STATE_PARTS: Final = ("loop", "run", "manager", "gradients", "held", "ranks")
+_AWAY: Final = "\x1faway"
+"""The key of a tensor that was not on the CPU: each rank puts it on its own device."""
+
+
+def _save_state(run: Run, held: Mapping[int, Tensor], *, within: bool, all_ranks: bool) -> dict[str, Any]:
+    """Return the state of ``run``.
+
+    Args:
+        run: The run.
+        held: The gradients that are kept for the next step, by the place of their parameter.
+        within: Whether an epoch has begun and is not over.
+        all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
+    """
+    ranks = run.manager.output.ranks
+
+    def make() -> dict[str, Any]:
+        return _portable(
+            {
+                "loop": run.loop,
+                "run": run.state_dict(within=within),
+                "manager": run.manager.state_dict(),
+                "gradients": run.retention.state_dict(),
+                "held": dict(held),
+            }
+        )
+
+    own: dict[str, Any] = {}
+    if all_ranks and not ranks.is_single:  # what fails on one, fails on all
+        ranks.together("saving the state of hooks", lambda: own.update(make()))
+        if not ranks.is_lost:
+            by_rank = ranks.gather(own, "states of hooks of each rank")
+            return {**by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
+    return {**(own or make()), "ranks": {"count": ranks.size, "rank": ranks.rank}}
+
+
+def _check_state(state: Mapping[str, Any], loop: str) -> None:
+    """Raise if ``state`` cannot be loaded into a run that counts ``loop``."""
+    missing = [name for name in _STATE_PARTS if name not in state]
+    if missing:
+        raise LifecycleError(f"load_state_dict() takes what state_dict() gave; this has no {', '.join(missing)}.")
+    if state["loop"] != loop:
+        raise LifecycleError(
+            f"The state is of loop={state['loop']!r}, and this run has loop={loop!r}. Next: make it with the same."
+        )
+
+
+def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
+    """Load this rank's part of ``state``, and return the gradients that were kept.
+
+    If the host says that it goes on after another ``step``, schedules follow the host.
+    """
+    manager = run.manager
+    state = _at_home(_own_state(state, manager.output.ranks), run.experiment.model)
+    manager.load_state_dict(state["manager"])
+    run.retention.load_state_dict(state["gradients"])
+    run.load_state_dict(state["run"])
+    if step is not None and manager.global_step != step - 1:
+        warn_user(
+            f"The state of the hooks is of {manager.global_step + 1} steps, and the run continues after {step}; "
+            "schedules follow the run."
+        )
+        manager.global_step = step - 1
+    return state["held"]
+
+
+def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
+    """Return the state that is this rank's; tell the user where it goes on with that of another."""
+    about = state["ranks"]
+    found = {name: part for name, part in state.items() if name != "ranks"}
+    if about["count"] != ranks.size:
+        if ranks.rank == 0:
+            warn_user(
+                f"The state of the hooks was saved by {about['count']} ranks, and the run continues with {ranks.size}: "
+                f"all continue with the state of rank {about.get('rank', 0)}."
+            )
+    elif "by_rank" in about:
+        found = about["by_rank"][ranks.rank]
+    elif about["rank"] != ranks.rank:
+        warn_user(
+            f"The state of the hooks is only of rank {about['rank']}, and rank {ranks.rank} continues with it. "
+            "Next: save on every rank, by state_dict(all_ranks=True)."
+        )
+    return found
+
+
+def _portable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with tensors that any rank can read: parts of sharded ones, on the CPU."""
+    found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
+    return found
+
+
+def _to_cpu(tensor: Tensor) -> Any:
+    return tensor.detach() if tensor.device.type == "cpu" else {_AWAY: tensor.detach().cpu()}
+
+
+def _at_home(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the state with tensors where this rank needs them."""
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    found = map_dicts(state, lambda one: one[_AWAY].to(device) if _AWAY in one else None)
+    placed: dict[str, Any] = place_parts(found, parameters)
+    return placed

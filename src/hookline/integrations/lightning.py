@@ -7,7 +7,6 @@ Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.errors import HooklineWarning
+from hookline.error_policy import warn_user
 from hookline.integrations.host_callback import HostCallback
 from hookline.load import needed_package
-from hookline.messages import caller_stacklevel
 from hookline.phases import phase
 from hookline.sites.functions.wrapped import wrapped
 from hookline.tree import copied
@@ -78,12 +76,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
         self._attach_to(trainer, trainer.callbacks)
         self._kept = {}
         if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
-            warnings.warn(
-                f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew: it was saved "
-                "without them, or after an error.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
+            warn_user(f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew.")
         schedulers = trainer.lr_scheduler_configs
         is_automatic = bool(pl_module.automatic_optimization)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")

@@ -9,17 +9,16 @@ from __future__ import annotations
 import atexit
 import copy
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline import checkpoint_file
-from hookline.errors import HooklineWarning, LifecycleError
+from hookline.error_policy import warn_user
+from hookline.errors import LifecycleError
 from hookline.integrations.host_callback import HostCallback
 from hookline.load import needed_package
-from hookline.messages import caller_stacklevel
 from hookline.sites.functions.wrapped import wrapped
 
 with needed_package("transformers", __name__):
@@ -197,7 +196,7 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
             return
         with self._ends_if_it_fails():
             tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank
-            folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir():
                 checkpoint_file.write(folder / STATE_FILE, tree)
 
@@ -205,12 +204,8 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
         file = folder / STATE_FILE
         if file.is_file():
             self._host.load_state_dict(checkpoint_file.read(file))
-            return
-        warnings.warn(
-            f"There is no {file.name} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+        else:
+            warn_user(f"There is no {file.name} in {folder}, so hooks begin anew.")
 
     # -- the trainer ---------------------------------------------------------------------------------------------
 
@@ -254,9 +249,3 @@ def _sums_of(trainer: Any) -> dict[str, Any]:
     numbers = {name: value for name, value in vars(trainer).items() if type(value) in (int, float)}
     metrics = vars(trainer).get("_metrics")
     return numbers if metrics is None else {**numbers, "_metrics": copy.deepcopy(metrics)}
-
-
-def _output_folder(trainer: Any, args: Any) -> Path:
-    """Return the folder of the Trainer's checkpoints: another one for each trial of a search."""
-    find = getattr(trainer, "_get_output_dir", None)
-    return Path(args.output_dir if find is None else find(trial=getattr(trainer, "_trial", None)))

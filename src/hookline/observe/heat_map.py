@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.notebook_html import ColourScale, legend, line, picture
 from hookline.observe.host_values import countable
-from hookline.tables import ShownAsTable, Table
+from hookline.tables import ColourScale, ShownAsTable, Table, legend, line, picture
 
 __all__ = ["HeatMap", "heat_maps_of"]
 

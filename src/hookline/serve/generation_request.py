@@ -128,8 +128,6 @@ class Finished:
     """Tokens of the answer, the end-of-text token included."""
     error: str | None = None
     """The failure."""
-    stop: str | None = None
-    """The stop text that was met."""
     hooks: tuple[dict[str, Any], ...] = ()
     """What the hooks of this request did, in their order: name, matched modules, rows, errors, metrics."""
     flags: tuple[RequestFlag, ...] = ()

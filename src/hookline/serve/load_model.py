@@ -6,9 +6,9 @@ call `make_empty`. Nothing is downloaded, no code of the folder is run, and weig
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,16 +48,16 @@ def load(
         ConfigError: What is missing, or cannot be read.
         MissingPackageError: transformers is not installed.
     """
-    folder = Path(path)
-    kind = _check_folder(folder, with_tokenizer=with_tokenizer)
+    folder = _folder(path)
+    if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
+            "prompts of token ids only: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
+        )
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    transformers = _transformers("Serving a model")
-    try:
+    with _telling(folder) as transformers:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL) if with_tokenizer else None
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **_LOCAL)
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"The {kind} in {folder} cannot be loaded: {said}") from error
     return model.to(where).eval(), tokenizer
 
 
@@ -75,15 +75,10 @@ def make_empty(path: str | os.PathLike[str]) -> nn.Module:
         ConfigError: There is no such folder, or nothing can be made of its configuration.
         MissingPackageError: transformers is not installed.
     """
-    folder = Path(path)
-    kind = _kind_of(folder)
-    transformers = _transformers(f"The model in {folder}")
-    try:
+    folder = _folder(path)
+    with _telling(folder) as transformers:
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         model = _made(_class_in(transformers, config), config)
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"The {kind} in {folder} cannot be made from its config.json: {said}") from error
     return model.eval()
 
 
@@ -102,36 +97,27 @@ def _made(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
         return make(config)
 
 
-def _transformers(what: str) -> Any:
+def _folder(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json. A model is a folder with that, weights and a tokenizer, as save_pretrained "
+            "writes it; nothing is downloaded."
+        )
+    return folder
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[Any]:
+    """Give transformers to the block; what it raises there is an error of ours, of one line."""
     try:
         import transformers
     except ImportError as error:
-        raise MissingPackageError(f"{what} needs the transformers package: pip install 'hookline[serve]'.") from error
-    return transformers
-
-
-def _kind_of(folder: Path) -> str:
-    """Return the kind of model in the folder; raise if it has no configuration."""
-    if not folder.is_dir():
-        what = "a file" if folder.exists() else "not there"
-        raise ConfigError(
-            f"A model is a folder with config.json, weights and a tokenizer; {folder} is {what}. Nothing is downloaded."
-        )
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"{folder} has no config.json, so that it is no folder of a model; see save_pretrained.")
+        raise MissingPackageError(
+            f"The model in {folder} needs the transformers package: pip install 'hookline[serve]'."
+        ) from error
     try:
-        return str(json.loads(config.read_text(encoding="utf-8")).get("model_type") or "model")
-    except (ValueError, AttributeError, OSError) as error:
-        raise ConfigError(f"{config} cannot be read as a JSON object: {error}") from error
-
-
-def _check_folder(folder: Path, *, with_tokenizer: bool) -> str:
-    """Return the kind of model in the folder; raise with what is missing."""
-    kind = _kind_of(folder)
-    if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise ConfigError(
-            f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
-            "prompts of token ids only: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
-        )
-    return kind
+        yield transformers
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"The model in {folder} cannot be loaded: {said}") from error

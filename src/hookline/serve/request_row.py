@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Reason, Token
-from hookline.serve.sampling import NO_TOKEN, ChosenToken
+from hookline.serve.row_batch import NO_TOKEN, ChosenToken
 
 if TYPE_CHECKING:
     from hookline.engines.hidden_states import RequestStates
@@ -221,8 +221,7 @@ class RequestRow:
         self.finished = "error" if self.error is not None else self._ending or "cancelled"
         counts = len(self.request.prompt_ids), len(self.answer)
         if self.finished in ("stop", "length"):
-            met, flags = self._text.met, tuple(self._flags)
-            self._tell(Finished(self.finished, states, *counts, stop=met, hooks=hooks, flags=flags))
+            self._tell(Finished(self.finished, states, *counts, hooks=hooks, flags=tuple(self._flags)))
         else:
             self._tell(Finished(self.finished, None, *counts, error=self.error))
         self._on_event = _ignore  # whoever still has this row must not keep the answer, with its hidden states

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.engines.hidden_states import RequestStates, StateSource
-from hookline.engines.request_hooks import remembered
+from hookline.engines.request_options import remembered
 from hookline.engines.session import Session
 from hookline.errors import OptionError
 from hookline.messages import nearest_names
 from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import Event, GenerationRequest
 from hookline.serve.request_row import RequestRow
-from hookline.serve.row_batch import BatchForward, RowBatch
-from hookline.serve.sampling import ChosenToken
+from hookline.serve.row_batch import BatchForward, ChosenToken, RowBatch
 from hookline.sites import _torch
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap

@@ -16,17 +16,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+import torch
 
 from hookline.engines.session import Session
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.serve.engine_loop import EngineLoop
 from hookline.serve.generation_request import Event, GenerationRequest
 from hookline.serve.request_row import RequestRow, Ticket
+from hookline.serve.row_batch import BatchForward, RowBatch, choose
 from hookline.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from hookline.engines.live_hooks import LiveHooks
 
@@ -36,8 +38,15 @@ logger = logging.getLogger("hookline.serve.serving_engine")
 
 T = TypeVar("T")
 
-_EXIT_S = 90.0
+_EXIT_S: Final = 90.0
 """How long a program that ends waits for an engine that was not closed: hooks may take a minute to write all."""
+_PREFILL_TOKENS: Final = 16_384
+"""Prompts that are run together have at most so many tokens, padding included; a longer one is run alone."""
+
+_COUNTS: Final = (
+    *(f"requests_{reason}" for reason in ("stop", "length", "cancelled", "error")),
+    *("prompt_tokens", "answer_tokens", "prefill_forwards", "decode_forwards", "forward_seconds"),
+)
 
 
 class Engine:
@@ -82,8 +91,8 @@ class Engine:
         captured_bytes: int = 1 << 30,
         allow: Iterable[str] | None = ("hookline.factories",),
     ) -> None:
-        limits = {"max_batch": max_batch, "max_waiting": max_waiting, "captured_bytes": captured_bytes}
-        _check_limits(**limits, max_sequence=1 if max_sequence is None else max_sequence)
+        if max_batch < 1 or min(max_waiting, captured_bytes) < 0 or (max_sequence is not None and max_sequence < 1):
+            raise OptionError("max_batch and max_sequence are at least 1, max_waiting and captured_bytes at least 0.")
         self.model = model
         self.tokenizer = tokenizer
         self._served = ServedModel(model, tokenizer, max_sequence=max_sequence, batches=max_batch > 1)
@@ -259,11 +268,8 @@ class Engine:
             self._changed.notify_all()
         if thread is None:
             self._finish()
-        elif thread is threading.current_thread():
-            return
-        else:
+        elif thread is not threading.current_thread():
             thread.join(patience_s)
-        self.hooks.wait_until_closed(patience_s)
 
     def counts(self) -> dict[str, float]:
         """Return figures for a metrics page: sums since the start, and what waits and runs now."""
@@ -275,7 +281,6 @@ class Engine:
             "requests_refused": self._refused,
             "requests_waiting": len(self._waiting),
             "requests_running": len(self._loop.rows),
-            "captured_bytes": self._session.states.gathered,
             "captured_bytes_reserved": reserved,
             "captured_bytes_limit": self._captured_bytes,
             "hooks": len(self.hooks.list()),
@@ -343,12 +348,112 @@ class Engine:
         atexit.unregister(self._close)
 
 
-def _check_limits(**limits: int) -> None:
-    """Raise for a limit that means nothing."""
-    for name, value in limits.items():
-        least = 1 if name in ("max_batch", "max_sequence") else 0
-        if type(value) is not int or value < least:
-            raise OptionError(f"{name} is a whole number from {least} on, got {value!r}.")
+class EngineLoop:
+    """Hold the batch that runs, and move rows into and out of it."""
+
+    def __init__(self, forward: BatchForward, *, max_batch: int) -> None:
+        self._forward = forward
+        self._session = forward.session
+        self._batch = RowBatch(forward)
+        self._max_batch = max_batch
+        self.counts: dict[str, float] = dict.fromkeys(_COUNTS, 0)
+        """Requests by how they ended, forwards with the choice of tokens, and tokens, since the start."""
+
+    @property
+    def rows(self) -> list[RequestRow]:
+        """Return the rows that run."""
+        return self._batch.rows
+
+    def fitting(self, waiting: Sequence[RequestRow]) -> Sequence[RequestRow]:
+        """Return the first rows of `waiting`, as many as can be taken in together."""
+        width = count = 0
+        for row in waiting[: self._max_batch - len(self.rows)]:
+            width = max(width, len(row.request.prompt_ids))
+            if count and width * (count + 1) > _PREFILL_TOKENS:
+                break
+            count += 1
+        return waiting[:count]
+
+    def enter(self, rows: Sequence[RequestRow]) -> None:
+        """Run the prompts of new rows, and put those that go on into the batch."""
+        joining = RowBatch(self._forward, [row for row in rows if self._open(row)])
+        if joining.rows:
+            self.counts["prompt_tokens"] += sum(len(row.request.prompt_ids) for row in joining.rows)
+            self._advance(joining, joining.prefill, "prefill_forwards")
+        if joining.rows:
+            try:
+                self._batch.join(joining)
+            except Exception as error:  # no memory, most likely; the running rows are unchanged
+                self._fail(joining, error)
+
+    def _open(self, row: RequestRow) -> bool:
+        """Attach what `row` asks for; return False, and fail the row, if that raises."""
+        try:
+            row.open(self._session)
+        except Exception as error:
+            self._fail(RowBatch(self._forward, [row]), error)
+            return False
+        return True
+
+    def run_round(self) -> None:
+        """Run one more token for every row of the batch."""
+        self._advance(self._batch, self._batch.decode, "decode_forwards")
+
+    def _advance(self, batch: RowBatch, forward: Callable[[], Tensor], counted: str) -> None:
+        """Run a forward, give each row its next token, and release the rows that end with it."""
+        start = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                chosen = choose(forward(), [row.request for row in batch.rows], [row.draws for row in batch.rows])
+            flags = self._session.collect()
+        except Exception as error:
+            self._fail(batch, error)
+            return
+        self.counts["forward_seconds"] += time.perf_counter() - start
+        self.counts[counted] += 1
+        for row, choice in zip(batch.rows, chosen, strict=True):
+            before = len(row.answer)
+            row.take(choice, flags.get(row.request.id, ()))
+            self.counts["answer_tokens"] += len(row.answer) - before
+        self._let_go(batch)
+
+    def leave_cancelled(self) -> None:
+        """Release the rows that were cancelled."""
+        self._let_go(self._batch)
+
+    def _let_go(self, batch: RowBatch) -> None:
+        """Release the rows that are over or cancelled."""
+        rows = batch.rows
+        goes = [row.is_over or row.cancelled for row in rows]  # read once: any thread may cancel
+        try:
+            batch.keep([place for place, is_going in enumerate(goes) if not is_going])
+        except Exception as error:
+            self._fail(batch, error)
+        for row, is_going in zip(rows, goes, strict=True):
+            if is_going:
+                self.end(row)
+
+    def end(self, row: RequestRow, error: str | None = None) -> None:
+        """End a row that is out of the batch: with `error`, as complete, or as cancelled."""
+        if row.finished is None:
+            row.error = row.error or error
+            row.end(self._session)
+            self.counts[f"requests_{row.finished}"] += 1
+
+    def abandon(self, rows: Sequence[RequestRow], error: str) -> None:
+        """Empty the batch, and end `rows` with an error."""
+        self._batch.clear()
+        for row in rows:
+            self.end(row, error)
+
+    def _fail(self, batch: RowBatch, error: Exception) -> None:
+        rows = batch.rows
+        logger.error("A forward failed, and with it %d requests", len(rows), exc_info=error)
+        batch.clear()
+        for row in rows:
+            self.end(row, f"{type(error).__name__}: {error}")
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
 
 
 def _do(act: Callable[[], T], future: Future[T]) -> None:

@@ -119,7 +119,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# -- hooks of modules and tensors: sites.modules, sites.gradients, sites.find, debug.diagnose ----------------------
+# -- hooks of modules and tensors: sites.module_hooks, sites.gradients, sites.find, debug.diagnose -----------------
 
 
 def put_hook(module: nn.Module, attribute: str, hook_id: int, hook: Any, *, with_kwargs: bool = False) -> None:
@@ -173,7 +173,7 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
             yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
 
-# -- the call that is under way: sites.modules, sites.signature, sites.receipt -------------------------------------
+# -- the call that is under way: sites.module_hooks, sites.signature, sites.receipt --------------------------------
 
 IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 """The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
@@ -214,13 +214,8 @@ def backward_hooks_of_call(depth: int) -> Any:
     It is a variable of the frame that calls that forward hook, ``depth`` calls above this one, and its
     ``user_pre_hooks`` are a list of this call alone (torch 2.11 to 2.13).
     """
-    found = variable_of_caller("bw_hook", depth)
+    found = sys._getframe(depth + 1).f_locals.get("bw_hook")
     return found if hasattr(found, "user_pre_hooks") else None
-
-
-def variable_of_caller(name: str, depth: int) -> Any:
-    """Return the variable of that name in the function ``depth`` calls above the one that asks; None if it has none."""
-    return sys._getframe(depth + 1).f_locals.get(name)
 
 
 def in_transform() -> bool:
@@ -233,12 +228,7 @@ def in_run() -> bool:
     if graph_task_id() != -1:
         return True
     code = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # a loop of its own: a generator costs five times as much per frame
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is code for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:
@@ -247,16 +237,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def kwargs_of_call() -> dict[str, Any]:
-    """Return the keyword arguments of the module call whose global pre-hook asks, which torch does not hand it.
-
-    They are a variable of ``nn.Module._call_impl``, which is the caller of that hook; the very dictionary, so
-    that changing it changes the call.
-    """
-    kwargs: dict[str, Any] = sys._getframe(3).f_locals.get("kwargs", {})
-    return kwargs
 
 
 def parameter_hooks_of(module: nn.Module) -> Iterator[Any]:
@@ -280,7 +260,7 @@ def global_hooks() -> Iterator[tuple[str, Any]]:
             yield attribute, hook
 
 
-# -- leaves, and FSDP2: sites.parameters, sites.modules ------------------------------------------------------------
+# -- leaves, and FSDP2: sites.parameters, sites.module_hooks -------------------------------------------------------
 
 leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 """The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
@@ -371,7 +351,7 @@ def sharded_parameter(shard: Any) -> Tensor:
     return parameter
 
 
-# -- modules that run: sites.functions, sites.modules, observe, debug, factories, sglang -----------------------------
+# -- modules that run: sites.functions, sites.module_hooks, observe, debug, factories, sglang ----------------------
 
 
 def running_module() -> nn.Module | None:
@@ -393,14 +373,7 @@ def all_running() -> list[nn.Module]:
 
 def times_running(module: nn.Module) -> int:
     """Return how many calls of that module are under way in this thread; those inside of compiled code do not show."""
-    code = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is module:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(running is module for running in all_running())
 
 
 def called_by_us(depth: int) -> bool:
@@ -441,7 +414,7 @@ def in_recomputation() -> bool:
     return False
 
 
-# -- functions, operators and modes: sites.functions alone; is_tracing: sites.compiled too ---------------------------
+# -- functions, operators and modes: sites.functions alone; is_tracing: sites.compiled too -------------------------
 
 
 def handles_modes(function: Any) -> bool:
@@ -533,7 +506,7 @@ def is_tracing() -> bool:
     return any(map(_mode_of, _TRACERS))  # a mode is always true
 
 
-# -- optimizers: sites.optimizers, integrations; what torch walks live: sites.modules too --------------------------
+# -- optimizers: sites.optimizers, integrations; what torch walks live: sites.module_hooks too ---------------------
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
@@ -602,7 +575,7 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
-# -- torch.compile while it traces: sites.compiled, sites.modules, observe, factories, specs -------------------------
+# -- torch.compile while it traces: sites.compiled, sites.module_hooks, observe, factories, specs ------------------
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -614,7 +587,7 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-# -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes ----------------------------------
+# -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes --------------------------------
 
 
 def operators(schema: str) -> Any:
@@ -731,7 +704,7 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
-# -- tensors, transforms, streams, scalers: observe, guard, factories, debug, integrations ---------------------------
+# -- tensors, transforms, streams, scalers: observe, guard, factories, debug, integrations -------------------------
 
 
 @constant_while_tracing
@@ -803,7 +776,7 @@ def between_scaler_steps(scaler: Any) -> Iterator[None]:
         scaler._per_optimizer_states = states
 
 
-# -- what is compiled and what is not: sites, observe, factories, integrations, serve --------------------------------
+# -- what is compiled and what is not: sites, observe, factories, integrations, serve ------------------------------
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:
@@ -939,13 +912,6 @@ def is_compiled_function(function: Any) -> bool:
     it.
     """
     return hasattr(function, "_torchdynamo_orig_callable")
-
-
-@constant_while_tracing
-def vectorizing() -> bool:
-    """Return whether what is being traced is inside ``torch.vmap``, for which operators of ours have no rule."""
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 # -- the guard, on 2.11 and 2.13: guard alone ----------------------------------------------------------------------

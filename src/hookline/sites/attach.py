@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
+from hookline.errors import HooklineWarning, HookReturnError, HookSignatureError, NoMatchError, OptionError
+from hookline.messages import type_name
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
@@ -24,19 +27,22 @@ from hookline.sites.hook_at_site import (
     open_context,
 )
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
-from hookline.sites.modules.module_hooks import LOCK, add_entries, sweep
-from hookline.sites.modules.registration_hooks import register_with_torch
+from hookline.sites.module_hooks import LOCK, add_entries, sweep
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from hookline.hook_types import Hook, Scope, Target
+    from hookline.sites.hook_at_site import Attachment
 
 _MISSING: Any = object()
 _PLAIN: Final = AttachOptions()
-TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
+_TRACED: Final = (Kind.FORWARD, Kind.FORWARD_PRE)
+_TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
 """Types of targets, which cannot be meant as a hook."""
 
 
@@ -143,17 +149,10 @@ def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
     """Return target and hook as meant: ``attach(model, hook)`` and ``attach(model, hook=hook)`` have no target."""
     if hook is _MISSING:
         target, hook = None, target
-        if hook is _MISSING or isinstance(hook, TARGETS | nn.Module):
+        if hook is _MISSING or isinstance(hook, _TARGETS | nn.Module):
             given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
             raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
-    elif isinstance(hook, TARGETS) and is_function(target):
-        raise HookSignatureError(f"The arguments are swapped: write attach(model, {describe(hook)}, hook).")
     return (None if target is _MISSING else target), hook
-
-
-def is_function(value: Any) -> bool:
-    """Return whether ``value`` can be called, and is no module or class, so that it may be a hook."""
-    return callable(value) and not isinstance(value, type | nn.Module)
 
 
 def new_attachment(
@@ -184,6 +183,7 @@ def new_attachment(
         everywhere=everywhere,
         may_edit=traits.may_edit,
         in_place=traits.in_place,
+        is_traced=not options.observe and kind in _TRACED and (traits.may_edit or traits.in_place),
         reads=traits.reads,
         context=open_context() if options.scope == "context" else None,
     )
@@ -227,3 +227,38 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         if attachment.kind in REGISTRATION_KINDS:
             register_with_torch(attachment)
         return handle
+
+
+# -- what is stored in a module ------------------------------------------------------------------------------------
+# torch keeps such hooks for the whole process alone, runs them in the order they came, and walks them live: one that
+# comes or goes while another runs makes torch raise.
+
+_VERBS: Final[dict[Kind, tuple[Callable[[Any], RemovableHandle], type]]] = {
+    Kind.REGISTER_MODULE: (torch_module.register_module_module_registration_hook, nn.Module),
+    Kind.REGISTER_PARAMETER: (torch_module.register_module_parameter_registration_hook, nn.Parameter),
+    Kind.REGISTER_BUFFER: (torch_module.register_module_buffer_registration_hook, Tensor),
+}
+"""How to register each kind with torch, and what its hooks may put in place of what they were shown."""
+
+
+def register_with_torch(attachment: Attachment) -> None:
+    """Have torch run the hook for the modules of its entries, until it is removed; for all, if it is for everywhere."""
+    register, wanted = _VERBS[attachment.kind]
+
+    def run(module: nn.Module, name: str, value: Any) -> Any:
+        for entry in attachment.members():
+            if attachment.everywhere or entry.container.module() is module:
+                entry.count()
+                result = entry.call(module, (name, value))
+                if result is None or attachment.order_group is OrderGroup.OBSERVE:
+                    return None
+                if isinstance(result, wanted):
+                    return result
+                raise HookReturnError(
+                    f"{attachment.kind.value} hook {attachment.name!r}, shown {name!r}, must return a "
+                    f"{wanted.__name__} or None, but got {type_name(result)}."
+                )
+        return None
+
+    handle = register(run)
+    attachment.on_remove = lambda attachment: handle.remove()

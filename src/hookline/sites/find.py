@@ -14,12 +14,11 @@ from hookline.errors import HooksLeftError
 from hookline.messages import counted
 from hookline.sites import _torch
 from hookline.sites.attention import hooked_parts
+from hookline.sites.everywhere import attachments_everywhere
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
-from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import Slot, drop_inert, existing_hooks, sweep
-from hookline.sites.modules.registration_hooks import registration_entries_everywhere
-from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
+from hookline.sites.module_hooks import Slot, drop_inert, existing_hooks, sweep
+from hookline.sites.optimizers import optimizer_entries, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import hook_name
@@ -118,7 +117,8 @@ def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
 
 def _attachments(where: Any) -> Iterator[Attachment]:
     if where is None:
-        yield from _attachments_of_the_process()
+        yield from unbound_attachments()
+        yield from attachments_everywhere()
     elif isinstance(unwrap_optimizer(where), Optimizer):
         yield from (entry.attachment for entry in optimizer_entries(where))
     else:
@@ -128,14 +128,6 @@ def _attachments(where: Any) -> Iterator[Attachment]:
             hooks = existing_hooks(module)
             if hooks is not None and hooks.counter is not None:
                 yield from tuple(hooks.counter.users)  # whatever became of what they were on
-
-
-def _attachments_of_the_process() -> Iterator[Attachment]:
-    yield from unbound_attachments()
-    yield from attachments_everywhere()
-    for entry in (*optimizer_entries_everywhere(), *registration_entries_everywhere()):
-        if entry.counter.model() is None:  # those of a model are listed with it
-            yield entry.attachment
 
 
 def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:

@@ -95,7 +95,7 @@ def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) ->
     """Hook the parameters of the named modules that gradients come to, each once; none is no error here."""
     modules = {name for name, _ in select(model, target)}
     chosen: dict[int, NamedParameter] = {}
-    for each in named_parameters(model)[0]:
+    for each in named_parameters(model):
         if each.parameter.requires_grad and is_below(each.name, modules):
             chosen.setdefault(id(each.parameter), each)
     attachment = new_attachment(hook, Kind.PARAM_GRAD, AttachOptions(name=name))

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.sites.hook_at_site import Attachment, close_context
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
+from hookline.sites.module_hooks import LOCK, release_counters, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 

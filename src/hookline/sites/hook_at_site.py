@@ -248,6 +248,8 @@ class Attachment:
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     in_place: bool = False
     """Whether the hook changes what it is shown in place."""
+    is_traced: bool = False
+    """Whether the hook becomes part of compiled code, because it edits a forward."""
     order: int = field(default_factory=next_order)
     entries: dict[HookAtSite, None] = field(default_factory=dict)
     for_site: Callable[[str], Any] | None = None
@@ -263,12 +265,6 @@ class Attachment:
     """Firings on modules that are gone, and whose entries were dropped."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
-
-    @property
-    def is_traced(self) -> bool:
-        """Return whether the hook becomes part of compiled code, because it edits a forward."""
-        is_forward = self.kind is Kind.FORWARD or self.kind is Kind.FORWARD_PRE
-        return is_forward and self.order_group is OrderGroup.EDIT and (self.may_edit or self.in_place)
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -314,16 +310,11 @@ class HookContainer:
     __slots__ = ()
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; do nothing if it is off already."""
-        raise NotImplementedError
+        """Take a hook off, unless it is off already, or torch's own handle does that."""
 
     def alive(self) -> bool:
         """Return whether the place is still there."""
         return True
-
-    def why_silent(self, entry: HookAtSite) -> str:
-        """Return the likely reason why a hook never fired though its model ran."""
-        raise NotImplementedError
 
 
 class HookAtSite:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
+from hookline.errors import HookReturnError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.module_hooks import LOCK, Inert
 from hookline.sites.site_info import OptimizerSite
 
 if TYPE_CHECKING:
@@ -85,8 +85,6 @@ def attach_optimizer(
         KindError, OptionError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, OPTIMIZER)
-    if isinstance(hook, Optimizer) and callable(optimizer):
-        raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
     optimizer = checked_optimizer(optimizer)
     options = AttachOptions(prepend=prepend, observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=OPTIMIZER)
@@ -208,7 +206,7 @@ class _TorchHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves hooks out when it copies an optimizer; a subclass that does not, copies one that does nothing.
-        return _get_idle_hook, ()
+        return Inert, ()
 
 
 def _take_off(handle: RemovableHandle) -> bool:
@@ -254,23 +252,8 @@ def _edited(values: tuple[Any, ...], result: Any, optimizer: Optimizer, entry: H
         return values
     raise HookReturnError(
         f"{kind.value} hook {entry.attachment.name!r} on {type(optimizer).__name__} must return None or {wanted}, "
-        f"but got {_shown(result)}."
+        f"but got {type_name(result)}."
     )
-
-
-def _shown(value: Any) -> str:
-    """Return a value in an error, without the numbers of the tensors that may be in it."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
-    return repr(value) if isinstance(value, int | float | str) else type_name(value)
-
-
-def _get_idle_hook() -> Any:
-    return _idle_hook
-
-
-def _idle_hook(optimizer: Optimizer, *given: Any) -> None:
-    """Do nothing, in the copy of an optimizer."""
 
 
 _REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {

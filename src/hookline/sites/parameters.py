@@ -28,10 +28,19 @@ from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
-from hookline.sites.modules.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module, sweep
+from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module, sweep
 from hookline.sites.site_info import Site
-from hookline.sites.targets import as_list, check_model, describe, is_nothing, named_modules, select, spelled_matcher
-from hookline.sites.wrappers import Place, parameter_place, unwrap, walk
+from hookline.sites.targets import (
+    as_list,
+    check_model,
+    clean_pattern,
+    describe,
+    is_nothing,
+    name_matcher,
+    named_modules,
+    select,
+)
+from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -265,16 +274,16 @@ def select_parameters(
     gradients come to, and those that they do not come to are left out.
     """
     check_model(model)
-    everything, places = named_parameters(model)
+    everything = named_parameters(model)
     names: set[str] = set()
     for item in as_list(target):
-        found = _matching(model, everything, places, item)
+        found = _matching(model, everything, item)
         if not found:
             raise _no_match(model, everything, item)
         if trained:
             _trainable([each for each in everything if each.name in found])
         names |= found
-    unwanted = _unwanted(model, everything, places, exclude)
+    unwanted = _unwanted(model, everything, exclude)
     kept: dict[int, NamedParameter] = {}
     for each in everything:
         if each.name in names and id(each.parameter) not in unwanted:
@@ -285,27 +294,24 @@ def select_parameters(
     return _trainable(list(kept.values())) if trained else list(kept.values())
 
 
-def named_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[Place]]:
-    """Return every name of every parameter, and the places of all modules and parameters."""
-    found: list[NamedParameter] = []
-    places: list[Place] = []
-    for place in walk(model):
-        places.append(place)
-        for key, parameter in place[1]._parameters.items():
-            if parameter is not None:
-                places.append(parameter_place(place, key, parameter))
-                found.append(NamedParameter(places[-1][0], parameter, place[1]))
-    return found, places
+def named_parameters(model: nn.Module) -> list[NamedParameter]:
+    """Return every name of every parameter."""
+    return [
+        NamedParameter(f"{name}.{key}" if name else key, parameter, module)
+        for name, module, *_ in walk(model)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
-def _matching(model: nn.Module, everything: list[NamedParameter], places: list[Place], item: Any) -> set[str]:
+def _matching(model: nn.Module, everything: list[NamedParameter], item: Any) -> set[str]:
     """Return the names of the parameters that one element of a target means."""
     if isinstance(item, Tensor):
         return {each.name for each in everything if each.parameter is item}
     found: set[str] = set()
     if isinstance(item, str | re.Pattern):
-        matches = spelled_matcher(item, places)
-        found = {each.name for each in everything if matches(each.name)}
+        names = [each.name for each in everything]
+        found = set(filter(name_matcher(clean_pattern(model, item, names)), names))
     try:
         modules = {name for name, _ in select(model, item)}
     except NoMatchError:
@@ -322,11 +328,11 @@ def is_below(name: str, modules: Container[str]) -> bool:
     return False
 
 
-def _unwanted(model: nn.Module, everything: list[NamedParameter], places: list[Place], exclude: Any) -> set[int]:
+def _unwanted(model: nn.Module, everything: list[NamedParameter], exclude: Any) -> set[int]:
     """Return the ids of the parameters that ``exclude`` means, by any of their names; it may mean none."""
     if is_nothing(exclude):
         return set()
-    names: set[str] = set().union(*(_matching(model, everything, places, item) for item in as_list(exclude)))
+    names: set[str] = set().union(*(_matching(model, everything, item) for item in as_list(exclude)))
     return {id(each.parameter) for each in everything if each.name in names}
 
 

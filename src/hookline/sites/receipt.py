@@ -23,7 +23,7 @@ from hookline.tables import ShownAsTable, Table
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
@@ -35,6 +35,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNCALLED: Final = (
     "nothing called it, or the call ended before the hook's turn (a parent that calls its .forward(), or uses its "
     "weights in a function, passes hooks by)"
+)
+_NO_BACKWARD: Final = (
+    "no backward pass came through its outputs before it came off: run the model with gradients (no torch.no_grad, and "
+    "parameters, or an input of real numbers, with requires_grad_()), and call backward() inside of the with block"
 )
 _WHICH_RUN: Final = (
     "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then "
@@ -159,7 +163,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         return
     causes: dict[str, list[str]] = defaultdict(list)
     for entry in silent:
-        cause = likely_cause(entry, attachment) if attachment.site_type is MODULE else entry.container.why_silent(entry)
+        cause = (likely_cause if attachment.site_type is MODULE else _cause_at_function)(entry, attachment)
         causes[cause].append(entry.name)
     reasons = "; ".join(f"{listed(names)}: {cause}" for cause, names in list(causes.items())[:4])
     model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
@@ -183,16 +187,10 @@ def _silent(attachment: Attachment) -> list[HookAtSite]:
     silent = [entry for entry in entries if not entry.fired and entry.counter.step > entry.step_at_attach]
     if len(silent) == len(entries):
         return silent
-    if attachment.site_type is FUNCTION:
-        return []  # of all the functions that a glob matches, a model uses a few
-    # In a glob over everything, containers come along, which are not meant; nor, with ``attach_everywhere``, the
-    # ``out_proj`` of an attention.
-    return [
-        entry
-        for entry in silent
-        if not isinstance(entry.container.module(), _CONTAINERS)
-        and not (attachment.everywhere and _is_in_attention(entry.counter.model(), entry.name))
-    ]
+    if attachment.site_type is FUNCTION or attachment.everywhere:
+        return []  # of all the functions that a glob matches, a model uses a few; of all modules, nobody means each
+    # In a glob over everything, containers come along, which are not meant.
+    return [entry for entry in silent if not isinstance(entry.container.module(), _CONTAINERS)]
 
 
 def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
@@ -201,7 +199,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     if module is None:
         return "the module is gone"
     if attachment.kind.is_gradient and entry.container.calls_seen:
-        return _cause_without_backward(entry.counter)
+        return f"it ran, but {_NO_BACKWARD}"
     if attachment.context is not None and not is_container(module):
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
     if not entry.name and entry.counter.stand_in is not None:
@@ -215,20 +213,19 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     return cause or _UNCALLED
 
 
-def _cause_without_backward(counter: ForwardCounter) -> str:
-    """Return why no gradient came to a module that ran: there was no graph, or nobody went back through it."""
-    model = counter.model()
-    if counter.here.step >= 0 and not counter.here.gradients:
-        return "it ran, but without gradients (torch.no_grad, torch.inference_mode): run the model with them"
-    if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
+    if entry.counter.model() is not None and entry.step_at_attach == NOT_CALLED:
         return (
-            "it ran, but no parameter of the model requires gradients, so there is no graph: call requires_grad_() on "
-            "the model, or on an input of real numbers (inputs_embeds)"
+            "the model itself was not called: within= counts what model(x) calls in eager code, and sees neither "
+            "model.forward(x) nor calls of a part of the model; give that part as within=, or leave within= out"
         )
-    return (
-        "it ran, but no backward pass came through its outputs before it came off: call backward() inside of the with "
-        "block; an output that depends on nothing with requires_grad has no graph"
+    missed = (
+        f"it was not called as such: it may be spelt otherwise (target '*.{entry.name.rpartition('.')[2]}' takes all "
+        "spellings), be called inside another function of torch, which hides it (hook that one, or the aten operator), "
+        "come as another operator (a Linear runs aten.addmm or aten.mm), by an `apply` that was kept from before the "
+        "hook was attached, or run compiled"
     )
+    return f"{missed}; {_NO_BACKWARD}" if attachment.kind.is_gradient else missed
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:

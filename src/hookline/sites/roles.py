@@ -190,7 +190,7 @@ class _Tree:
         self.modules: dict[str, nn.Module] = {}
         self._children: dict[str, list[str]] = {}
         left_out: set[str] = set()
-        for name, module, inner, _ in walk(model):
+        for name, module, inner in walk(model):
             above = name.rpartition(".")[0]
             if name and above in left_out:
                 left_out.add(name)

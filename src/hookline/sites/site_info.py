@@ -5,15 +5,20 @@ Hooks that declare ``*, site`` get one at each firing; ``find`` lists them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
+
+from hookline.sites import _torch
+from hookline.sites.wrappers import clean_modules, unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from hookline.sites.hook_at_site import ForwardCounter
     from hookline.sites.kinds import Kind
 
 
@@ -83,3 +88,69 @@ class OptimizerSite:
     There only for optimizers that a scaler lets decide by themselves (``fused=True``): their step is called either
     way. Others are not called, and no hook fires. It is on the device; reading its value waits for it.
     """
+
+
+class FunctionSite:
+    """The function that is being called, and where and when.
+
+    It is the first argument of every function hook:
+
+        def hook(fn, inputs, outputs):
+            print(fn.name, fn.module, fn.call)
+    """
+
+    __slots__ = (
+        *("_model", "_others", "args", "call", "func", "in_backward", "kwargs", "name", "owner", "recompute", "step"),
+    )
+
+    def __init__(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counters: tuple[ForwardCounter, ...],
+    ) -> None:
+        first, *others = counters
+        model = first.model()
+        self.name = name
+        """Its full name: "torch.nn.functional.softmax", "aten.mm.default", "package.MyFunction"."""
+        self.func = func
+        """The function, operator or ``autograd.Function`` class itself."""
+        self.owner = _torch.running_module()
+        """The module whose forward makes the call; None outside of any."""
+        self.step, self.call = first.moment(name)
+        """Which forward of the model (-1 without ``within=``), and which call of this function since that began
+        (without ``within=``, since the first hook in this thread)."""
+        self.in_backward = _torch.graph_task_id() != -1
+        """Whether a backward pass makes the call."""
+        self.recompute = self.in_backward and _torch.in_recomputation()
+        """Whether the call only repeats an earlier one for activation checkpointing."""
+        self.args = args
+        """The positional arguments as given; for forward hooks, and gone after them."""
+        self.kwargs = kwargs
+        """The keyword arguments, likewise."""
+        self._model = _torch.all_running()[-1] if model is None and self.owner is not None else model
+        self._others = {counter: FunctionSite(name, func, args, kwargs, (counter,)) for counter in others}
+
+    def seen_from(self, counter: ForwardCounter) -> FunctionSite:
+        """Return the same call as it is named and counted for the hooks of ``counter``."""
+        return self._others.get(counter, self)
+
+    def let_go(self) -> None:
+        """Drop the arguments, since the forward hooks have run: the graph may hold this, which must not hold it."""
+        for each in (self, *self._others.values()):
+            each.args, each.kwargs = (), {}
+
+    @property
+    def module(self) -> str | None:
+        """Dotted name of `owner`, in the outermost model that ran; empty for the model itself, None outside of any."""
+        if self.owner is None or self._model is None:
+            return None
+        owner = unwrap(self.owner)
+        names = (name for name, module in clean_modules(self._model) if module is owner)
+        return next(names, type(owner).__name__)
+
+    def __repr__(self) -> str:
+        where = f" in {self.module!r}" if self.owner is not None else ""
+        return f"<{self.name}{where}, call {self.call}>"

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.hooks import unserializable_hook
 
-from hookline.errors import HookReturnError, HookSignatureError, OptionError, ScopeError, TargetError, UnhookableError
+from hookline.errors import HookReturnError, OptionError, ScopeError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.tensor_taps import fitting, fitting_all
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
-from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind, SiteType
-from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind
+from hookline.sites.module_hooks import LOCK
 from hookline.sites.parameters import hook_leaf
 from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.site_info import Site
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from hookline.hook_types import Hook
-
-_UNPACK: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("packed",)})
 
 
 def attach_tensor(
@@ -101,8 +99,6 @@ def _attach(
     kind = Kind.parse(on, TENSOR)
     if mode not in ("all", "any"):
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
-    if isinstance(hook, Tensor) and callable(tensor):
-        raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
     attachment = new_attachment(hook, kind, options, site_type=TENSOR)
     tensors = _tensors_in(tensor)
     if mode == "any":
@@ -223,8 +219,6 @@ def attach_node(
         KindError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, NODE)
-    if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
-        raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
     attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name), site_type=NODE)
     found = _node_of(node)
     register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
@@ -294,12 +288,10 @@ class _HookInGraph(HookAtSite):
     def run(self, value: Any, *more: Any) -> Any:
         """Call the hook, with whatever options it has."""
         self.count()
-        return self.call(value, more, self.site_of(self.fired - 1) if self.attachment.wants_site else None)
-
-    def site_of(self, call: int) -> Site:
-        """Return the `Site` of a firing; there is no module."""
-        none: Any = None
-        return Site(self.name, none, self.attachment.kind, call)
+        if not self.attachment.wants_site:
+            return self.call(value, more)
+        none: Any = None  # there is no module
+        return self.call(value, more, Site(self.name, none, self.attachment.kind, self.fired - 1))
 
 
 @unserializable_hook
@@ -368,7 +360,7 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
             is to be kept instead. A computed tensor comes detached, leaves come as they are; neither may be changed in
             place.
         unpack: ``unpack(packed)``, called with that for each use in a backward pass, wherever and in whatever
-            thread it runs; it returns a tensor. Each of the two that declares a keyword-only ``site`` gets one.
+            thread it runs; it returns a tensor.
         name: A name for reports; the name of ``pack`` by default.
 
     Of nested scopes, also torch's own, the innermost is asked. Nothing happens until the scope is entered.
@@ -377,8 +369,8 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
         HookSignatureError: before anything is attached.
     """
     attachment = new_attachment(pack, Kind.SAVED_TENSORS, AttachOptions(name=name), site_type=SAVED)
-    wants_site = check_hook(unpack, Kind.SAVED_TENSORS, site_type=_UNPACK)
-    return SavedTensors(attachment, unpack, wants_site=wants_site)
+    check_hook(unpack, Kind.SAVED_TENSORS, site_type=SAVED)
+    return SavedTensors(attachment, unpack)
 
 
 class SavedTensors(HookHandle):
@@ -389,10 +381,9 @@ class SavedTensors(HookHandle):
     with torch's own, blocks have to be left in the reverse order of entering.
     """
 
-    def __init__(self, attachment: Attachment, unpack: Hook, *, wants_site: bool) -> None:
+    def __init__(self, attachment: Attachment, unpack: Hook) -> None:
         super().__init__(attachment)
         self._unpack_hook = unpack
-        self._wants_site = wants_site
         self._blocks = _Blocks()
         self._entry = _HookInGraph(attachment, "saved tensors", self._blocks)
         self.unpacked = 0
@@ -435,8 +426,7 @@ class SavedTensors(HookHandle):
         is_packed, value = kept
         if is_packed:
             self.unpacked += 1
-            options = {"site": self._entry.site_of(self.unpacked - 1)} if self._wants_site else {}
-            value = self._unpack_hook(value, **options)
+            value = self._unpack_hook(value)
             if not isinstance(value, Tensor):
                 raise HookReturnError(
                     f"unpack function {hook_name(self._unpack_hook)!r} of saved_tensors {self.name!r} must return a "
@@ -452,9 +442,6 @@ class _Blocks(HookContainer):
 
     def __init__(self) -> None:
         self.open = 0
-
-    def discard(self, entry: HookAtSite) -> None:
-        """Do nothing: open blocks see that the attachment is removed."""
 
     def alive(self) -> bool:
         """Return whether one is open."""

@@ -12,12 +12,9 @@ attribute called ``module`` is an attribute like any other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch import nn
-
-Place: TypeAlias = tuple[str, Any, str | None, Any]
-"""Clean name; module (or parameter); for a wrapper, the key of what it wraps; and the chain of parents."""
 
 # By package and class name, so that nothing is imported that the user has not imported; files inside the packages
 # move between versions, these names do not.
@@ -84,57 +81,36 @@ def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     return names
 
 
-def walk(model: nn.Module) -> Iterator[Place]:
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """Return every name of every module, wrappers included, parents first; shared modules appear under each of their
-    names.
+    names. With each comes, for a wrapper, the key of what it wraps.
 
     A wrapper and what it wraps have one name. torch's own ``named_modules`` gives a shared module one name only, so
     half the names a user can write would select nothing; with its duplicates kept it does not end on a module that
     contains itself.
     """
-    # Each item carries its chain of parents, so that a cycle is seen where it closes, and raw names can be told.
-    stack: list[tuple[str, nn.Module, str, Any]] = [("", model, "", None)]
+    # Each item carries its chain of parents, so that a cycle is seen where it closes.
+    stack: list[tuple[str, nn.Module, Any]] = [("", model, None)]
     seen: set[int] = set()
     while stack:
-        name, module, part, parents = stack.pop()
+        name, module, parents = stack.pop()
         children = module._modules
         inner = inner_key(module) if children else None
-        chain = (module, part, inner, parents)
-        yield name, module, inner, chain
+        chain = (module, parents)
+        yield name, module, inner
         seen.add(id(module))
         for key, child in reversed(children.items()):
-            if child is None or (id(child) in seen and _in_chain(child, chain)):
-                continue
-            below = name if key == inner else f"{name}.{key}" if name else key  # `_join`, without the call
-            stack.append((below, child, key, chain))
-
-
-def parameter_place(place: Place, key: str, parameter: Any) -> Place:
-    """Return the place of a parameter of that module, which has as many names."""
-    return _join(place[0], key), parameter, None, (parameter, key, None, place[3])
+            if child is not None and not (id(child) in seen and _in_chain(child, chain)):
+                stack.append((name if key == inner else f"{name}.{key}" if name else key, child, chain))
 
 
 def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Return every module that is no wrapper, once, under its first name."""
     seen: set[int] = set()
-    for name, module, inner, _ in walk(model):
+    for name, module, inner in walk(model):
         if inner is None and id(module) not in seen:
             seen.add(id(module))
             yield name, module
-
-
-def spellings(place: Place) -> list[str]:
-    """Return all names of a place, the clean one first, then with some or all of the keys of wrappers above it."""
-    return _spellings(place[3])
-
-
-def _spellings(chain: Any) -> list[str]:
-    _, part, _, parents = chain
-    if parents is None:
-        return [""]
-    above = _spellings(parents)
-    spelled = [_join(name, part) for name in above]
-    return above + spelled if part == parents[2] else spelled
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
@@ -163,13 +139,9 @@ def _child(layers: Iterable[nn.Module], part: str) -> nn.Module | None:
     return next((child for layer in layers for key, child in layer._modules.items() if key == part), None)
 
 
-def _join(prefix: str, part: str) -> str:
-    return f"{prefix}.{part}" if prefix else part
-
-
 def _in_chain(module: nn.Module, chain: Any) -> bool:
     while chain is not None:
         if chain[0] is module:
             return True
-        chain = chain[3]
+        chain = chain[1]
     return False

@@ -122,18 +122,6 @@ def test_numbers_that_change_need_no_graph_each() -> None:
     assert graphs() - bare <= bare
 
 
-def test_a_model_under_vmap_in_compiled_code_runs_without_its_hooks() -> None:
-    """There is no rule for our operators there, which is said once."""
-    model, x, seen = nn.Linear(4, 4), torch.randn(3, 4), []
-    run = torch.compile(lambda x: torch.vmap(model)(x), backend="aot_eager", fullgraph=True)
-    expected = run(x)
-    with (
-        hl.attach(model, lambda module, args, output: seen.append(1), observe=True),
-        pytest.warns(hl.HooklineWarning, match=r"torch.vmap.*eagerly"),
-    ):
-        assert torch.allclose(run(x), expected)
-
-
 def test_an_edited_gradient_is_not_silently_cut_off_from_its_second_derivative() -> None:
     """Where a backward can be differentiated (backend "eager"), a hook that edits refuses instead."""
     model, x = Blocks(1), torch.randn(3, 4, requires_grad=True)

@@ -18,9 +18,8 @@ from hookline.debug.compare.judge import unseen_below
 from hookline.debug.compare.key import UNSURE, WITHIN, WRONG, Pair
 from hookline.debug.compare.rules import only_in
 from hookline.files import replace_file
-from hookline.notebook_html import ColourScale, line
 from hookline.plain import to_plain
-from hookline.tables import THE_MODEL, ShownAsTable, Table
+from hookline.tables import THE_MODEL, ColourScale, ShownAsTable, Table, line
 
 __all__ = ["Comparison", "write_page"]
 

@@ -26,7 +26,7 @@ from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import Attachment
-from hookline.sites.modules.module_hooks import Slot, existing_hooks
+from hookline.sites.module_hooks import Slot, existing_hooks
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.receipt import cause_around
 from hookline.sites.signature import hook_name

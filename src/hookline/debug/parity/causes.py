@@ -166,10 +166,8 @@ def find_cause(pair: Pair, layers: Errors) -> tuple[Cause | None, Errors]:
     if cause is None and (is_beyond or bad == [_HEAD] or set(pair.trainer.blocks) <= set(bad)):
         pair.tell("causes: known faults are tried on the trainer")
         cause = _imitated(pair, before, bad)
-    if cause is not None:
-        return cause, {}
-    if not layers:
-        return _unsure("no known fault closes it, and the engine gives no hidden states"), {}
+    if cause is not None or not layers:
+        return cause or _unsure("no known fault closes it, and the engine gives no hidden states"), {}
     cause, inside = _from_layers(pair, layers, before)
     if not is_beyond and cause.name == "unsure":
         return None, inside
@@ -199,7 +197,7 @@ def _of_head(pair: Pair, layers: Errors) -> Cause:
 def _other_parameters(pair: Pair, model: nn.Module, layers: Errors) -> Cause | None:
     """Return a cause if parameters of the engine's model differ from the trainer's."""
     ours, theirs = (dict(unwrap(each).named_parameters()) for each in (pair.trainer.inner, model))
-    differ = [name for name in ours if name in theirs and not _is_same(ours[name], theirs[name])]
+    differ = [name for name in ours if name in theirs and not torch.equal(ours[name].to(theirs[name]), theirs[name])]
     if not differ:
         return None
     if {name.rpartition(".")[0] for name in differ} == {pair.trainer.head}:
@@ -212,10 +210,6 @@ def _other_parameters(pair: Pair, model: nn.Module, layers: Errors) -> Cause | N
         return Cause("experts", where, "experts stand in each other's place", stays)
     shown = listed([name.removeprefix(f"{block}.") for name in differ])
     return Cause("weights", where, f"stale or other weights: {shown}", stays)
-
-
-def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.equal(ours.detach().to(theirs.device, theirs.dtype), theirs.detach())
 
 
 def _is_permuted(ours: Tensor, theirs: Tensor) -> bool:
@@ -232,18 +226,14 @@ def _is_permuted(ours: Tensor, theirs: Tensor) -> bool:
 def _imitated(pair: Pair, before: float, bad: Sequence[str]) -> Cause | None:
     """Return the fault that closes the gap best when the trainer has it too; None if none closes it."""
     of_layers = any(name in pair.trainer.blocks for name in bad)
-    found = [] if of_layers else [_temperature(pair)]
-    if of_layers or not bad:
-        found += [*_tokens_and_positions(pair), *_rope(pair)]
+    found = [*_tokens_and_positions(pair), *_rope(pair)] if of_layers or not bad else []
+    if not of_layers:
+        own = pair.trainer.temperature
+        divisor, stays = _least(lambda each: pair.gap(temperature=each), own / 2, own * 2)
+        text = f"the engine's logits are divided by {divisor:.3g}, the trainer's by {own:.3g}"
+        found.append(Cause("temperature", "sampling", text, stays))
     best = min(found, key=lambda cause: cause.stays or 0.0)
     return best if (best.stays or 0.0) <= min(max(pair.most, 0.02 * before), _CLOSES * before) else None
-
-
-def _temperature(pair: Pair) -> Cause:
-    own = pair.trainer.temperature
-    divisor, stays = _least(lambda each: pair.gap(temperature=each), own / 2, own * 2)
-    text = f"the engine's logits are divided by {divisor:.3g}, the trainer's by {own:.3g}"
-    return Cause("temperature", "sampling", text, stays)
 
 
 def _tokens_and_positions(pair: Pair) -> Iterator[Cause]:
@@ -255,8 +245,7 @@ def _tokens_and_positions(pair: Pair) -> Iterator[Cause]:
         text = "the engine has not seen the first token of the prompt (BOS)"
         yield Cause("tokens", "first token", text, pair.gap(cut))
     for shift in (1, -1):
-        text = f"positions of decoded tokens are off by {shift:+d} in the engine"
-        yield Cause("positions", "decode", text, pair.gap(shift=shift))
+        yield Cause("positions", "decode", f"the engine's positions are off by {shift:+d} there", pair.gap(shift=shift))
 
 
 def _rope(pair: Pair) -> Iterator[Cause]:
@@ -284,9 +273,8 @@ def _rope(pair: Pair) -> Iterator[Cause]:
 def _least(gap: Callable[[float], float], low: float, high: float, rounds: int = 14) -> tuple[float, float]:
     """Return where a function with one valley is least, and its value there, by golden section of the logarithm."""
     gap = cache(gap)
-    golden = (math.sqrt(5) - 1) / 2
     for _ in range(rounds):
-        left, right = (float(f"{low**part * high ** (1 - part):.9g}") for part in (golden, 1 - golden))
+        left, right = (float(f"{low**part * high ** (1 - part):.9g}") for part in (0.618034, 0.381966))
         low, high = (low, right) if gap(left) < gap(right) else (left, high)
     return min((left, right), key=gap), min(gap(left), gap(right))
 
@@ -306,21 +294,22 @@ def _ties(pair: Pair, layers: Errors, bad: Sequence[str]) -> Cause | None:
     off = apart(pair.answers, pair.trainer.run(pair.answers)).abs().sort().values
     last = max(bad, key=list(layers).index, default=None)
     stays = rms(off[: math.ceil((1 - _TIES) * len(off))]) if last is None else pair.gap(healed=[last])
-    text = f"{float((off > 2 * pair.most).double().mean()):.1%} of the tokens are far off: they went to other experts"
-    return Cause("router ties", last or "routers", text, stays) if stays <= pair.most else None
+    share = layers[last].affected if last else float((off > 2 * pair.most).double().mean())
+    text = f"{share:.1%} of the tokens are far off"
+    cause = Cause("router ties", last or "routers", f"{text}: they went to other experts", stays)
+    return None if stays > pair.most else cause if layers else _unsure(f"{text}: ties of the routers?")
 
 
 def _from_layers(pair: Pair, layers: Errors, before: float) -> tuple[Cause, Errors]:
     """Return the layer that stands out, confirmed by healing it, and the errors inside of it."""
     bad, every = _worst_first(layers), len(pair.trainer.blocks)
     blocks = [name for name in bad if name in pair.trainer.blocks]
-    if bad[:1] == [_HEAD] and all(layers[_HEAD].times >= 1.5 * layers[name].times for name in blocks):
+    if not bad:
+        return _unsure("no layer stands out; save a healthy pair to compare with"), {}
+    if bad[0] == _HEAD and all(layers[_HEAD].times >= 1.5 * layers[name].times for name in blocks):
         return replace(_of_head(pair, layers), stays=layers[_HEAD].found), {}
     if not blocks:
-        outer = next((name for name in bad if name != _HEAD), None)
-        if outer is None:
-            return _unsure("no layer stands out; save a healthy pair to compare with"), {}
-        return Cause("weights", outer, f"its outputs are {layers[outer].times:.2g} x as far apart as usual"), {}
+        return Cause("weights", bad[0], f"its outputs are {layers[bad[0]].times:.2g} x as far apart as usual"), {}
     if 1 < every < 2 * len(blocks):
         text = f"{len(blocks)} of {every} layers are off, each by itself: RoPE, mask, or a prefix cache"
         return Cause("attention", "all layers", text), {}

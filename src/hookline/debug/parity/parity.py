@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -34,11 +33,6 @@ __all__ = ["Group", "Parity", "ParityCallback", "parity"]
 
 logger = logging.getLogger("hookline.parity")
 
-_LOGPROBS: Final = "sampling_per_token_logps"
-"""What TRL calls the log-probs of the engine."""
-_RARE: Final = math.log(0.01)
-_BINS: Final = 25
-_WORST: Final = 12
 _STYLE: Final = ":root { color-scheme: light dark } body { margin: 24px; font: 14px/1.5 system-ui, sans-serif }"
 
 
@@ -116,9 +110,8 @@ def parity(
     exact = replace(scorer, model=reference) if reference is not None else _in_precision(scorer, higher)
     true = exact.run(answers)
     twin = _in_precision(scorer, side.dtype or scorer.dtype)
-    theirs = ours if twin is scorer else twin.run(answers)
     rounding = apart(ours, true)
-    squares = rounding.square() + apart(theirs, true).square()
+    squares = rounding.square() + apart(ours if twin is scorer else twin.run(answers), true).square()
     explained = max(float(squares.mean().sqrt()), 1e-9)
     doubt = float(squares.norm() / squares.sum().clamp(min=1e-300))
     pair = Pair(scorer, twin, exact, side, answers[:watched], explained, doubt, known, progress)
@@ -126,9 +119,7 @@ def parity(
     # models of float32 may compute in less, as under autocast
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(lower, "16-bit rounding" if pair.is_wide else lower)
     progress("noise: each side against itself")
-    noise = _noise(pair, ours[:watched])
-    far = {"trainer": rounding, "engine": apart(answers, true)}
-    noise |= {f"{side} against higher precision": Group.of(each) for side, each in far.items()}
+    noise = _noise(pair, ours[:watched], {"trainer": rounding, "engine": apart(answers, true)})
     layers: dict[str, LayerError] = {}
     if all(answer.states for answer in pair.answers):
         progress("layers: the engine's hidden states in the trainer")
@@ -138,6 +129,7 @@ def parity(
     return Parity(
         gap=Group.of(gap),
         yardstick=explained,
+        times=rms(gap) / explained,
         precision=precision,
         is_beyond=rms(gap) > pair.most,
         cause=cause,
@@ -165,8 +157,7 @@ def _read(where: str, value: Any, tokenizer: Any, scorer: Scorer) -> Answer:
         ids = tokenizer(given, add_special_tokens=special).input_ids if isinstance(given, str) else given
         are_ids = isinstance(ids, Sequence) and all(type(id) is int and 0 <= id < scorer.vocabulary for id in ids)
         if not are_ids or not ids:
-            last = scorer.vocabulary - 1
-            raise OptionError(f"{where} is a text or a list of token ids from 0 to {last}, got {short_repr(ids)}.")
+            raise OptionError(f"{where} is a text, or token ids below {scorer.vocabulary}, got {short_repr(ids)}.")
         return list(ids)
 
     row = value if isinstance(value, Mapping) else {"prompt": value}
@@ -196,17 +187,16 @@ def _answers(side: EngineSide, given: Sequence[Answer], how: Request, vocabulary
         if max(answer.ids) >= vocabulary:
             raise OptionError(f"The engine gives token {max(answer.ids)}; the trainer knows {vocabulary} tokens.")
         if answer.ids[: asked.prompt] != asked.ids[: asked.prompt]:
-            raise OptionError(
-                f"The engine was asked {asked.ids[:6]} in sequence {number} and ran {answer.ids[:6]}: BOS, or another "
-                "chat template. Give it token ids."
-            )
+            what = f"asked {asked.ids[:6]} in sequence {number}, and ran {answer.ids[:6]}"
+            raise OptionError(f"The engine was {what}: BOS, or another chat template. Give it token ids.")
     return answers
 
 
-def _noise(pair: Pair, ours: Sequence[Answer]) -> dict[str, Group]:
-    """Return how far each side is from itself, in other batches and pieces."""
+def _noise(pair: Pair, ours: Sequence[Answer], far: Mapping[str, Tensor]) -> dict[str, Group]:
+    """Return how far each side is from higher precision, as given, and from itself in other batches and pieces."""
     alone, left = replace(pair.trainer, batch=1), replace(pair.trainer, padding="left")
-    found = {f"trainer, batch of 1 against {pair.trainer.batch}": apart(alone.run(pair.answers), ours)}
+    found = {f"{side} against higher precision": each for side, each in far.items()}
+    found[f"trainer, batch of 1 against {pair.trainer.batch}"] = apart(alone.run(pair.answers), ours)
     found["trainer, padded left against right"] = apart(left.run(pair.answers), ours)
     if pair.engine.scores_prompts:
         found["engine, again in one piece"] = apart(pair.engine.rescore(pair.answers), pair.answers)
@@ -260,13 +250,12 @@ def _groups(answers: Sequence[Answer], ours: Sequence[Answer], special: Sequence
     """Return the gap by position and by class of tokens; ``special`` are those that the tokenizer calls so."""
     ids = torch.cat([answer.scored for answer in answers])
     is_special = torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long))
-    is_rare = (torch.cat([each.logprobs for each in ours]) < _RARE) & ~is_special
+    is_rare = (torch.cat([each.logprobs for each in ours]).exp() < 0.01) & ~is_special
     ends = [(len(each.ids), len(each.logprobs), each.prompt) for each in answers]
     is_prefill = torch.cat([torch.arange(end - count, end) <= prompt for end, count, prompt in ends])
     masks = {"prefill": is_prefill, "decode": ~is_prefill}
     masks |= {"special": is_special, "rare (p < 1 %)": is_rare, "other": ~is_special & ~is_rare}
-    gap = apart(answers, ours)
-    return {name: Group.of(gap[mask]) for name, mask in masks.items() if bool(mask.any())}
+    return {name: Group.of(apart(answers, ours)[mask]) for name, mask in masks.items() if bool(mask.any())}
 
 
 def _other_likeliest(answers: Sequence[Answer], ours: Sequence[Answer]) -> float | None:
@@ -282,18 +271,18 @@ def _worst(answers: Sequence[Answer], ours: Sequence[Answer], text: Callable[[An
     trainer, engine = (torch.cat([each.logprobs for each in side]).tolist() for side in (ours, answers))
     places = [(n, at) for n, each in enumerate(answers) for at in range(len(each.ids))[-len(each.logprobs) :]]
     found = []
-    for row in apart(answers, ours).abs().argsort(descending=True)[:_WORST].tolist():
+    for row in apart(answers, ours).abs().argsort(descending=True)[:12].tolist():
         (number, at), ids = places[row], answers[places[row][0]].ids
         words = {"before": text(ids[max(0, at - 6) : at]), "token": text(ids[at : at + 1])}
         found.append({"sequence": number, "position": at, **words, "trainer": trainer[row], "engine": engine[row]})
     return found
 
 
-def _histogram(found: Tensor, expected: Tensor) -> dict[str, list[float]]:
+def _histogram(found: Tensor, expected: Tensor, bins: int = 25) -> dict[str, list[float]]:
     """Return how many tokens have which ratio, trainer over engine, and how many would if rounding were all."""
     most = max(float(found.abs().max()), float(expected.abs().max()), 1e-9)
-    counts = [torch.histc((-each).float(), _BINS, -most, most).tolist() for each in (found, expected)]
-    centres = (torch.arange(_BINS) + 0.5) / _BINS * 2 * most - most
+    counts = [torch.histc((-each).float(), bins, -most, most).tolist() for each in (found, expected)]
+    centres = (torch.arange(bins) + 0.5) / bins * 2 * most - most
     return {"ratio": centres.exp().tolist(), "found": counts[0], "expected": counts[1]}
 
 
@@ -307,6 +296,8 @@ class Parity:
     gap: Group
     yardstick: float
     """The gap that rounding explains, in nats rms."""
+    times: float
+    """How many times that the gap is."""
     precision: str
     """Whose rounding: ``"bf16"``, ``"float32"``."""
     is_beyond: bool
@@ -339,11 +330,6 @@ class Parity:
         return not self.is_beyond if self.cause is None else self.cause.name == "router ties"
 
     @property
-    def times(self) -> float:
-        """Return how many times the gap is what rounding explains."""
-        return self.gap.rms / self.yardstick
-
-    @property
     def sentence(self) -> str:
         """Return what was found, in one sentence."""
         what = "unsure where from" if self.is_beyond else f"nothing beyond what {self.precision} explains"
@@ -354,9 +340,8 @@ class Parity:
 
     def _tables(self) -> list[Table]:
         groups = {"engine against trainer": self.gap, **self.groups, **self.noise}
-        foot = [f"rms that rounding explains: {self.yardstick:.2g}"]
-        if self.other_likeliest is not None:
-            foot.append(f"likeliest for only one side: {self.other_likeliest:.2%}")
+        other = "unknown" if self.other_likeliest is None else f"{self.other_likeliest:.2%}"
+        foot = (f"rms that rounding explains: {self.yardstick:.2g}", f"likeliest for only one side: {other}")
         header = ("tokens", "count", "mean", "rms", "p50", "p99", "max", "outside")
         tables = [Table(("side", ""), [*self.facts.items()])]
         tables.append(Table(header, [(name, *each.row()) for name, each in groups.items()], range(1, 8), foot=foot))
@@ -382,7 +367,7 @@ class Parity:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        return {"sentence": self.sentence, "ok": self.ok, "times": self.times, **asdict(self)}
+        return {"sentence": self.sentence, "ok": self.ok, **asdict(self)}
 
     def save_healthy(self, path: str | Path) -> Path:
         """Write the errors of this pair, which is taken for healthy, to compare later ones with."""
@@ -395,8 +380,8 @@ class Parity:
         """Write a page of one file; return its path."""
         from hookline.report.report_page import whole_page
 
-        tables = "".join(f"<p>{table.html()}</p>" for table in self._tables())
-        body = f"<h1>Trainer and engine</h1><p><b>{escape(self.sentence)}</b></p>{tables}"
+        title = f"<h1>Trainer and engine</h1><p><b>{escape(self.sentence)}</b></p>"
+        body = "".join([title, *(f"<p>{table.html()}</p>" for table in self._tables())])
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(Path(path), whole_page(body, title="Trainer and engine", style=_STYLE, attributes=" data-ready"))
         return Path(path)
@@ -462,10 +447,9 @@ class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not lo
             return
         self._due, step = state.global_step + self._every, state.global_step + 1
         try:
-            heat = getattr(self._trainer, "temperature", 1.0)
-            options = {"tokenizer": others.get("processing_class"), "temperature": heat, **self._options}
+            sampled = {"tokenizer": others.get("processing_class"), "temperature": self._trainer.temperature}
             with in_phase("intervention"):  # its forwards are none of the step that is under way
-                found = parity(model, self._engine, self._sequences(kept), **options)
+                found = parity(model, self._engine, self._sequences(kept), **sampled | self._options)
             logger.warning("step %d: %s", step, found.sentence)
             numbers = {"gap": found.gap.rms, "times": found.times, "outside": found.gap.outside}
             self._trainer.log({f"parity/{name}": number for name, number in numbers.items()})
@@ -474,11 +458,11 @@ class ParityCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not lo
 
     def _sequences(self, kept: list[Any]) -> list[dict[str, Any]]:
         """Return what was sampled last, with the engine's log-probs."""
-        if self._trainer is None or any(batch.get(_LOGPROBS) is None for batch in kept):
+        if self._trainer is None or any(batch.get("sampling_per_token_logps") is None for batch in kept):
             raise OptionError("It keeps no log-probs of an engine (use_vllm, rollout_func), or nobody called follow().")
         found = []
         for batch in kept:
-            for row, logprobs in enumerate(batch[_LOGPROBS]):
+            for row, logprobs in enumerate(batch["sampling_per_token_logps"]):
                 asked, given = batch["prompt_mask"][row].bool(), batch["completion_mask"][row].bool()
                 prompt, completion = batch["prompt_ids"][row][asked], batch["completion_ids"][row][given]
                 sample = {"prompt": prompt.tolist(), "completion": completion.tolist()}

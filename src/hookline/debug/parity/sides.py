@@ -14,7 +14,7 @@ import os
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
@@ -33,8 +33,7 @@ from hookline.factories.replacing import stream_of, with_stream
 from hookline.messages import short_repr
 from hookline.phases import in_eval_mode
 from hookline.serve.load_model import load
-from hookline.serve.row_batch import BatchForward, RowBatch
-from hookline.serve.sampling import NO_TOKEN, ChosenToken, choose
+from hookline.serve.row_batch import BatchForward, ChosenToken, RowBatch, choose
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.wrappers import unwrap
@@ -98,10 +97,10 @@ class Scorer:
     """By so many the positions of answers are moved."""
 
     def __post_init__(self) -> None:
-        self.inner: Any = unwrap(self.model)
-        if not hasattr(self.inner, "get_input_embeddings"):
-            raise OptionError(f"parity takes a causal language model of transformers, got {type(self.inner).__name__}.")
-        embedding: Tensor = self.inner.get_input_embeddings().weight
+        inner: Any = unwrap(self.model)
+        if not hasattr(inner, "get_input_embeddings"):
+            raise OptionError(f"parity takes a causal language model of transformers, got {type(inner).__name__}.")
+        self.inner, embedding = inner, inner.get_input_embeddings().weight
         self.device, self.dtype, self.vocabulary = embedding.device, embedding.dtype, len(embedding)
         self.roles = find_roles(self.model)
         self.blocks = self.roles.get("resid", [])
@@ -164,9 +163,10 @@ def _put(place: Tensor, states: Tensor, name: str) -> Tensor:
     """Put states in a place; return how far what was there is from them, against their norm."""
     states = states.to(place.device)
     if place.shape != states.shape:
-        sizes = f"{[*place.shape]} numbers in the trainer, {[*states.shape]} in the engine"
-        raise OptionError(f"{name} gives {sizes}: it is another model, or left out tokens that it had cached.")
-    off = (place.double() - states.double()).norm(dim=-1) / states.double().norm(dim=-1).clamp(min=1e-300)
+        raise OptionError(
+            f"{name} gives {[*place.shape]} numbers, the engine {[*states.shape]}: other model, or cache."
+        )
+    off: Tensor = (place.double() - states.double()).norm(dim=-1) / states.double().norm(dim=-1).clamp(min=1e-300)
     place.copy_(states)
     return off.cpu()
 
@@ -221,8 +221,7 @@ class EngineSide:
         found = self.ask([answer.ids for answer in answers], Request(0, layers=layers, watched=len(answers)))
         for number, (answer, again) in enumerate(zip(answers, found, strict=True)):
             logprobs = again.logprobs[-len(answer.logprobs) :] if len(again.logprobs) else answer.logprobs
-            states = {name: rows[: len(answer.ids) - 1] for name, rows in again.states.items()}
-            found[number] = replace(answer, logprobs=logprobs, states=states)
+            found[number] = replace(answer, logprobs=logprobs, states=again.states)
         return found
 
 
@@ -255,14 +254,16 @@ def _answer(ids: Sequence[int], values: Sequence[Any], tops: Any = (), states: A
     """Return an answer with log-probs of its last tokens; ``tops`` are those of the likeliest, if they are known."""
     known = [math.nan if each is None else each for each in values]
     logprobs, top = (torch.tensor(each, dtype=torch.float64) for each in (known, tops))
-    tensors = {name: rows if isinstance(rows, Tensor) else _tensor(rows) for name, rows in (states or {}).items()}
-    return Answer([*map(int, ids)], len(ids) - len(values), logprobs, top, tensors)
+    found = {name: _tensor(rows)[: len(ids) - 1] for name, rows in (states or {}).items()}
+    return Answer([*map(int, ids)], len(ids) - len(values), logprobs, top, found)
 
 
-def _tensor(layer: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states of a layer, as a `Session` gives them to other processes."""
-    raw = bytearray(base64.b64decode(layer["data"]))
-    return torch.frombuffer(raw, dtype=getattr(torch, layer["dtype"])).reshape(layer["shape"])
+def _tensor(rows: Any) -> Tensor:
+    """Return hidden states as a tensor, also where they are plain data: of a `Session` in another process, or JSON."""
+    if isinstance(rows, Tensor):
+        return rows
+    data = base64.b64decode(rows["data"]) if isinstance(rows["data"], str) else rows["data"]
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, rows["dtype"])).reshape(rows["shape"])
 
 
 def _mode_text(mode: str) -> str:
@@ -377,15 +378,16 @@ class _Http(EngineSide):
             body["hooks"] = wanted
         elif has_states:
             body |= {"vllm_xargs": {"hookline": json.dumps({"key": key, **wanted})}, "cache_salt": key}
-        choice, found = self._get("/v1/completions", body)["choices"][0], {"hidden_states": {}}
-        if has_states:
-            found = choice["hooks"] if self._is_ours else self._get(f"/hooks/results/{key}")["answers"][0]
+        choice = self._get("/v1/completions", body)["choices"][0]
+        is_apart = has_states and not self._is_ours
+        found = self._get(f"/hooks/results/{key}")["answers"][0] if is_apart else choice.get("hooks")
+        states = found["hidden_states"] if has_states else {}
         if not how.new_tokens:
-            return _answer(prompt, [], states=found["hidden_states"])
+            return _answer(prompt, [], states=states)
         try:
             ids = [*(choice.get("prompt_token_ids") or prompt), *choice["token_ids"]]
             tops = [max(each.values()) for each in choice["logprobs"]["top_logprobs"]]
-            return _answer(ids, choice["logprobs"]["token_logprobs"], tops, found["hidden_states"])
+            return _answer(ids, choice["logprobs"]["token_logprobs"], tops, states)
         except (KeyError, TypeError) as error:
             raise OptionError(f"{self._url} gives no token ids or no log-probs ({error!r}).") from None
 
@@ -449,14 +451,12 @@ class _Here(EngineSide):
             for place in range(how.new_tokens):
                 steps.append(choose(batch.decode() if place else batch.prefill(), asked, draws))
                 for row, token in zip(rows, steps[-1], strict=True):
-                    row.last, row.position = token.id, row.position + 1
-                    if token.id == NO_TOKEN:
-                        raise OptionError("The engine's logits are not numbers (NaN or infinite).")
+                    row.last, row.position = max(token.id, 0), row.position + 1  # without numbers there is none
         whole = {name: torch.cat(each, 1) for name, each in parts.items()}
         found = []
         for number, (prompt, tokens) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):
             ids = [*prompt, *(token.id for token in tokens)]
-            values, tops = [token.logprob for token in tokens], [token.top_logprobs[0][1] for token in tokens]
+            tops = [max(token.top_logprobs, default=(0, math.nan))[1] for token in tokens]
             own = {name: each[number, batch.pads[number] :] for name, each in whole.items() if number < watched}
-            found.append(_answer(ids, values, tops, own))
+            found.append(_answer(ids, [token.logprob for token in tokens], tops, own))
         return found

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote
@@ -33,12 +34,11 @@ from hookline.errors import NonFiniteError, OptionError, TargetError
 from hookline.guard.digest import dense
 from hookline.messages import did_you_mean, type_name
 from hookline.sites.attach import attach
+from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.functions.attach_function import attach_function
 from hookline.sites.functions.function_names import find_places
-from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
-from hookline.sites.modules.attach_everywhere import attach_everywhere
-from hookline.sites.site_info import Site
+from hookline.sites.site_info import FunctionSite, Site
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import OFF, ON
 from hookline.tree import leaves
@@ -122,13 +122,12 @@ class PrecisionChecker:
         """Attach the hooks of the level; called again, also after `remove`, the hooks are on once."""
         self._general.remove(quiet=True)
         model = None if self._model is None else self._model()
+        attach_to_all: Any = attach_everywhere if model is None else partial(attach, model, "*")
         if self.config.level >= 1:
             self._general = HandleSet(
                 [
-                    attach_everywhere(self._see_outputs, within=model, observe=True, name="PrecisionChecker"),
-                    attach_everywhere(
-                        self._see_gradients, on="backward_pre", within=model, observe=True, name="PrecisionChecker"
-                    ),
+                    attach_to_all(self._see_outputs, observe=True, name="PrecisionChecker"),
+                    attach_to_all(self._see_gradients, on="backward_pre", observe=True, name="PrecisionChecker"),
                 ]
             )
         if self.config.level >= 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from hookline.engines.engine_modules import output_widths, probe_action
+from hookline.engines.engine_modules import check_no_stop
 from hookline.engines.live_hooks import LiveHook, finite_metrics
 from hookline.engines.request_options import RequestOptions
 from hookline.engines.request_results import RequestResults
@@ -64,25 +64,21 @@ class SglangHooks:
     def __init__(self, runner: Any, report: Path | None = None) -> None:
         self.steps = 0
         """Forwards of the runner while there was a hook."""
-        hidden_size = getattr(getattr(runner, "model_config", None), "hidden_size", None)
-        self.session = Session(runner.model, widths=output_widths(runner.model, hidden_size), stream=stream_of)
+        self.session = Session(runner.model, stream=stream_of)
         self.live = self.session.live
         """The hooks for all requests, to list and remove between two forwards."""
-        self._results = RequestResults(
-            self.session, check=lambda asked: _check_actions(asked.hooks), tp_size=_tensor_parallel_size()
-        )
+        self._results = RequestResults(self.session, tp_size=_tensor_parallel_size())
         self._report = report
         self._place = f"gpu{getattr(runner, 'gpu_id', 0)}"
         self._asked: dict[str, Any] = {}
         """What requests want that have not begun, by their ``rid``."""
         self._seen: dict[str, int] = {}
         """The last forward with a token of each request that asked for something."""
-        self._has_logged = False
         atexit.register(self.close)  # SGLang's processes are mostly killed, which no hook outlives
 
     def add(self, spec: HookSpec | Mapping[str, Any]) -> Sequence[LiveHook]:
         """Attach a hook, at the start or between two forwards; one that matches nothing is logged and left out."""
-        _check_actions([spec])
+        check_no_stop([spec])
         added = self.live.add_all([spec])
         for live in added:
             logger.info("hook %r is on %s", live.name, ", ".join(live.matched))
@@ -123,7 +119,7 @@ class SglangHooks:
                     self._note(rid, (first or 0) + length)
             return table
         except Exception as error:  # another version of SGLang: hooks for all requests still work
-            self._log_once("the requests of a batch cannot be read", error)
+            self._results.give_up("the requests of a batch could not be read", error)
             return None
 
     def _note(self, rid: str, tokens: int) -> None:
@@ -135,12 +131,8 @@ class SglangHooks:
             self._seen[rid] = self.steps
 
     def _end(self, rids: Sequence[str]) -> None:
-        """Take what a forward gave; does not raise: the answers of this forward are there."""
-        try:
-            self._results.collect({rid: rid for rid in rids})
-        except Exception as error:
-            self._results.fail_running(OptionError(f"What hooks found in a forward could not be read ({error!r})."))
-            self._log_once("what hooks found in a forward could not be read", error)
+        """Take what a forward gave, and report from time to time."""
+        self._results.collect({rid: rid for rid in rids})
         self.steps += 1
         if self.steps == _LOOK_AFTER:
             for live in self.live.list():
@@ -173,12 +165,8 @@ class SglangHooks:
             self._report.mkdir(parents=True, exist_ok=True)
             replace_file(self._report / f"{socket.gethostname()}-{self._place}.json", content)
         except Exception as error:
-            self._log_once("the report cannot be written", error)
-
-    def _log_once(self, words: str, error: Exception) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            logger.warning("%s: %s", words, error_text(error))
+            logger.warning("the report cannot be written, and no more will be: %s", error_text(error))
+            self._report = None
 
 
 def _with_firsts(table: Tokens | None, batch: Any) -> Tokens | None:
@@ -201,12 +189,6 @@ def _tensor_parallel_size() -> int:
     except Exception as error:  # another version of SGLang
         logger.warning("it is not known whether tensor parallelism cuts outputs: %s", error_text(error))
         return 1
-
-
-def _check_actions(specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
-    """Refuse probes that are to end answers."""
-    if any(probe_action(spec) == "stop" for spec in specs):
-        raise OptionError("action='stop' ends no answer on SGLang; use action='metric' and read the report.")
 
 
 # -- in SGLang's own functions -----------------------------------------------------------------------------------

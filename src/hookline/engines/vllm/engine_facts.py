@@ -6,18 +6,15 @@ attributes of vLLM's configuration; nothing here imports vllm.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from hookline.engines.engine_modules import probe_action
 from hookline.engines.vllm.start_options import TAP
 from hookline.errors import OptionError
-from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "check_taps", "choose_way", "hidden_size_of"]
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_taps", "choose_way"]
 
 Way = Literal["eager", "on_demand", "tapped"]
 """How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; in compiled code."""
@@ -39,12 +36,10 @@ class EngineFacts:
     rank: int
     tp_size: int
     """Into how many parts tensor parallelism cuts outputs."""
+    is_staged: bool = False
+    """Whether pipeline stages have a part of the layers each."""
     is_split_at_taps: bool = False
     """Whether the compiled graph is split at taps, so that CUDA graphs of its pieces leave them out."""
-    why_no_stop: str | None = None
-    """Why no probe can end an answer in this engine; None if one can."""
-    has_random_ids: bool = True
-    """Whether the engine adds a random end to the ids that clients give."""
 
     @classmethod
     def of(cls, worker: Any) -> EngineFacts:
@@ -58,9 +53,8 @@ class EngineFacts:
             runner="V2" if getattr(worker, "use_v2_model_runner", False) else "V1",
             rank=int(worker.rank),
             tp_size=int(getattr(config.parallel_config, "tensor_parallel_size", 1)),
+            is_staged=int(getattr(config.parallel_config, "pipeline_parallel_size", 1)) > 1,
             is_split_at_taps=TAP in (getattr(compilation, "splitting_ops", None) or ()),
-            why_no_stop=_why_no_stop(worker),
-            has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
 
     def to_plain(self) -> dict[str, Any]:
@@ -91,6 +85,8 @@ def choose_way(facts: EngineFacts) -> Way:
             "This engine replays whole forwards as CUDA graphs, where no module is called and no hook can fire. Start "
             """it with --enforce-eager, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         )
+    if facts.is_staged:
+        raise OptionError("This engine has pipeline stages, of which none has all layers; hooks need one stage.")
     return "on_demand" if facts.is_compiled else "eager"
 
 
@@ -101,33 +97,6 @@ def check_taps(facts: EngineFacts, taps: Sequence[str]) -> None:
             f"CUDA graphs replay no tap unless the graph is split there. Start the engine with engine_options(taps=…), "
             f"or add {TAP!r} to splitting_ops of --compilation-config, after vLLM's own."
         )
-
-
-def check_stop(facts: EngineFacts, spec: HookSpec | Mapping[str, Any]) -> None:
-    """Raise if a spec has a probe that is to end answers, and this engine cannot do that."""
-    if facts.why_no_stop is not None and probe_action(spec) == "stop":
-        raise OptionError(
-            f"action='stop' cannot end an answer on this engine: {facts.why_no_stop}. Use action='flag', ask for "
-            "the flags, and cancel the request by its id."
-        )
-
-
-def hidden_size_of(worker: Any) -> int | None:
-    """Return how many numbers the model keeps for each token between its layers; None where vLLM does not say."""
-    found = getattr(getattr(worker.vllm_config, "model_config", None), "get_hidden_size", None)
-    return int(found()) if callable(found) else None
-
-
-def _why_no_stop(worker: Any) -> str | None:
-    """Return why `AnswerEnds` cannot end an answer."""
-    sampler = getattr(getattr(worker, "model_runner", None), "sampler", None)
-    if getattr(worker, "use_v2_model_runner", False) or not callable(getattr(sampler, "register_forward_hook", None)):
-        return "its model runner has a sampler that hookline does not know"
-    if getattr(worker.vllm_config, "speculative_config", None) is not None:
-        return "it samples several tokens at once (speculative decoding)"
-    if int(getattr(worker.vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1:
-        return "the pipeline stage that samples knows nothing of the layers of others"
-    return None
 
 
 def _graphs(mode: Any) -> str:

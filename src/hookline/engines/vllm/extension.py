@@ -13,19 +13,32 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from hookline.engines.request_results import error_to_plain
+from hookline.engines.engine_modules import check_called, check_no_stop, never_called
+from hookline.engines.live_hooks import LiveHook, Origin
+from hookline.engines.request_options import ClientHook
+from hookline.engines.request_results import RequestResults, error_to_plain
+from hookline.engines.session import Session
+from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_taps, choose_way
 from hookline.engines.vllm.start_options import StartOptions, wrap
-from hookline.engines.vllm.worker_hooks import WorkerHooks
+from hookline.engines.vllm.step_tokens import RequestBook, tokens_after_model, tokens_of_step
+from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
+from hookline.factories.replacing import stream_of
+from hookline.observe.tokens import Tokens, set_tokens
 
-__all__ = ["HookExtension", "watch_loading"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["HookExtension", "WorkerHooks", "watch_loading"]
 
 logger = logging.getLogger("hookline.engines.vllm")
 
 _P = ParamSpec("_P")
 _Method = Callable[Concatenate[Any, _P], dict[str, Any]]
+_Shown = list[dict[str, Any]]  # `WorkerHooks` has a method called list
 
 
 def _answering(method: _Method[_P]) -> _Method[_P]:
@@ -76,7 +89,7 @@ class HookExtension:
     @_answering
     def hookline_remove(self, id: str) -> dict[str, Any]:
         """Remove a hook and return it."""
-        return {"hook": _hooks_of(self).remove(id)}
+        return {"hooks": [_hooks_of(self).remove(id)]}
 
     @_answering
     def hookline_metrics(self) -> dict[str, Any]:
@@ -103,6 +116,174 @@ def _hooks_of(worker: Any) -> WorkerHooks:
             ) from error
         worker.__dict__["_hookline_hooks"] = found
     return found
+
+
+# -- the hooks of one worker ------------------------------------------------------------------------------------
+
+
+class WorkerHooks:
+    """The hooks of one worker: a `Session` on its model, and what is known of its steps.
+
+    It puts two torch hooks on the root of the model, which vLLM does not compile, and reads each step's requests there.
+    Requests ask in ``extra_args["hookline"]`` (`RequestResults`).
+    """
+
+    def __init__(self, worker: Any, options: StartOptions) -> None:
+        self.facts = EngineFacts.of(worker)
+        self.options = options
+        check_taps(self.facts, options.taps)
+        self.model: nn.Module = worker.get_model()
+        self.taps = Taps(self.model, options.taps if self.facts.is_compiled else ())
+        self.book = RequestBook()
+        self.steps = 0
+        """Real steps while there was a hook."""
+        self.eager_steps = 0
+        """How many of them a compiled engine ran eagerly, for the hooks."""
+        self.session = Session(self.model, stream=stream_of)
+        self.results = RequestResults(
+            self.session,
+            most_bytes=options.captured_bytes,
+            allow=options.allow_requests,
+            check=partial(choose_way, self.facts),
+            tp_size=self.facts.tp_size,
+        )
+        self._runner = worker.model_runner
+        self._table: Tokens | None = None
+        self._batch: Any = None
+        self._install()
+        for note in self.facts.notes:
+            logger.warning("%s", note)
+
+    # -- hooks ------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        *,
+        allow: Sequence[str] | None = None,
+        strict: bool = True,
+        origin: Origin = "http",
+    ) -> _Shown:
+        """Attach hooks to the running engine, all or none; each spec uses up a number in every worker."""
+        choose_way(self.facts)  # raises where there is none
+        given = specs if allow is None else [ClientHook.from_dict(each) for each in specs]
+        check_no_stop(specs)
+        added = self.session.live.add_all(given, allow=allow, strict=strict, origin=origin)
+        try:
+            for each in added:
+                check_called(self.model, each.matched)
+        except BaseException:
+            self.session.live.detach(added)
+            raise
+        for each in added:
+            logger.info("hook %s attached, which fires %s", each.id, self._way_of(each))
+        return [self._shown(each) for each in added]
+
+    def remove(self, id: str) -> dict[str, Any]:
+        """Remove a hook; return its last figures."""
+        return self._shown(self.session.live.remove(id))
+
+    def list(self) -> _Shown:
+        """Return the hooks with their figures."""
+        return [self._shown(live) for live in self.session.live.list()]
+
+    def close(self) -> None:
+        """Remove all hooks, and write what they still have; does not raise."""
+        try:
+            self.results.clear()
+            self.session.close()
+        except Exception:
+            logger.exception("hooks could not be closed")
+        set_tokens(None)
+
+    def _way_of(self, live: LiveHook) -> Way:
+        """Return how a hook fires."""
+        is_tapped = self.facts.is_compiled and self.taps.reach(live.places)
+        return "tapped" if is_tapped else choose_way(self.facts)
+
+    def _shown(self, live: LiveHook) -> dict[str, Any]:
+        """Return a hook as plain data: as ``GET /hooks`` of the server has it, with its way and its sites."""
+        modules = {each.name: each.container.module() for each in live.handle._attachment.members()}
+        return {
+            **live.to_plain(),
+            "rank": self.facts.rank,
+            "way": self._way_of(live),
+            "sites": {site.name: site.fired for site in live.handle.report().sites},
+            "silent": {name: never_called(modules[name]) or cause for name, cause in live.silent_sites().items()},
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of the engine and of its steps, as plain data."""
+        return {
+            **self.facts.to_plain(),
+            "steps": self.steps,
+            "eager_steps": self.eager_steps,
+            "prompt_tokens": self.book.prompt_tokens,
+            "not_computed": self.book.not_computed,
+            "captured_bytes": self.results.nbytes,
+        }
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """Put the hooks of this object on the root of the model, and around the runner's steps, for good."""
+        self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self.model.register_forward_hook(self._after, always_call=True)
+        wrap(self._runner, "execute_model", before=self._note_step)
+        if self.facts.runner == "V2":  # untested: read from the sources
+            wrap(self._runner, "prepare_inputs", after=self._note_batch)
+
+    def _note_step(self, scheduled: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin with the requests that the step brings, and end with those that are over."""
+        if kwargs.get("dummy_run"):
+            return
+        try:
+            begun, ended = self.book.note(scheduled)
+            for id in ended:
+                self.results.close(id)
+            for each in begun:
+                self.results.open(**each._asdict())
+        except Exception as error:
+            self.results.give_up("which requests a step begins could not be read", error)
+
+    def _note_batch(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        self._batch = batch
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Tell hooks whose rows the step has, and run it eagerly if a hook needs that."""
+        self._table = None
+        set_tokens(None)
+        self.taps.begin()
+        if not self.session.is_active:
+            return
+        try:
+            self._begin(kwargs)
+        except Exception as error:  # the engine lives on; hooks for single requests do nothing in this step
+            self._table = None
+            self.results.give_up("the rows of a step could not be read", error)
+
+    def _begin(self, kwargs: dict[str, Any]) -> None:
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        if context.attn_metadata is None:  # a run that warms up
+            return
+        self.steps += 1
+        if self.facts.is_compiled and not self.taps.reach(self.session.places):
+            context.skip_compiled = True
+            self.eager_steps += 1
+        batch, self._batch = self._batch, None
+        self._table = tokens_of_step(self._runner, batch, self.book, kwargs)
+        self.session.begin_step(self._table)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.taps.end()
+        self.session.end_forward()
+        table, self._table = self._table, None
+        if table is None:
+            return
+        set_tokens(tokens_after_model(table))
+        self.results.collect(dict(zip(table.requests, table.keys, strict=True)))
 
 
 # -- the start of an engine --------------------------------------------------------------------------------------

@@ -63,11 +63,11 @@ class StartOptions:
     vLLM are protected by its own ``--api-key``."""
 
     @classmethod
-    def read(cls, additional: Any, environment: Mapping[str, str] | None = None) -> StartOptions:
+    def read(cls, additional: Any) -> StartOptions:
         """Return the options in ``additional``, the engine's ``additional_config``; then those of the environment."""
         given = additional.get(_KEY) if isinstance(additional, Mapping) else None
         found = without_nulls({} if given is None else given)
-        file = (os.environ if environment is None else environment).get(_HOOKS)
+        file = os.environ.get(_HOOKS)
         if file and isinstance(found, Mapping):
             found = {"hooks": file, **found}
         try:

@@ -7,7 +7,6 @@ vLLM are read by their attributes; nothing here imports vllm or waits for a devi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -78,18 +77,14 @@ class BookedRequest(NamedTuple):
     """Where it stands among the answers to one body (`place_among_answers`)."""
 
 
-@dataclass
 class RequestBook:
     """The requests that are running."""
 
-    has_random_ids: bool = True
-    """Whether the engine adds a random end to the ids that clients give."""
-    prompt_tokens: int = 0
-    """Of all requests so far."""
-    not_computed: int = 0
-    """How many of those came from the prefix cache."""
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        """Of all requests so far."""
+        self.not_computed = 0
+        """How many of those came from the prefix cache."""
         self._names: dict[str, str] = {}
         """What users call each running request, by the engine's own id."""
 
@@ -106,7 +101,7 @@ class RequestBook:
         return tuple(self._names.get(id) or self._new_name(id) for id in ids)
 
     def _new_name(self, id: str) -> str:
-        wanted = client_id(id) if self.has_random_ids else id
+        wanted = client_id(id)
         self._names[id] = id if wanted in self._names.values() else wanted
         return self._names[id]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.sites.modules.module_hooks import Slot
+from hookline.sites.module_hooks import Slot
 from hookline.sites.targets import select
 
 if TYPE_CHECKING:

@@ -1,7 +1,11 @@
-"""Store what a captured module took and returned, and hand it out again, checked.
+"""Record the calls of captured modules, and hand out what they took and returned, checked.
 
-The recorder of a capture makes a `CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts,
-casts, moves and copies tensors as asked. Reading a value checks that no tensor shared with the model was changed since.
+``capture`` puts the hooks of a `CaptureRecorder` on modules, and the cache reads its ``calls``. The recorder makes a
+`CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, casts, moves and copies tensors as
+asked. Reading a value checks that no tensor shared with the model was changed since.
+
+A call is kept when its forward ends. With inputs or gradients it is opened before the forward, which may change its
+inputs in place, and its gradients find it through step and number.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -21,13 +25,12 @@ from torch import Tensor, nn
 
 from hookline.errors import CaptureError, OptionError
 from hookline.messages import type_name
-from hookline.notebook_html import line
 from hookline.observe.heat_map import heat_maps_of
 from hookline.observe.index import GIVE_ROWS, TokenAxes, index_text
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
-from hookline.tables import THE_MODEL
+from hookline.tables import THE_MODEL, line
 from hookline.tree import leaves, main_tensor, map_tensors, tensors_of
 
 if TYPE_CHECKING:

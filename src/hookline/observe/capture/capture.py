@@ -1,6 +1,8 @@
 """Keep what flows through a model: outputs, inputs and gradients, by the names of the modules.
 
-Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorder` on modules, and returns a `Cache`.
+Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorder` on modules, and returns a `Cache`
+over it, which is also the handle of the hooks: they come off with ``remove()``, or at the end of a ``with`` block, and
+what it holds stays.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Watch` and its hooks call it with tensors, or with what compiled code has found in them. It chooses the reducer by the
 device: `reduce` on the CPU; on a GPU a `Kernel`, for the many tensors that `PendingTensors` collects; where there is no
-Triton, `reduce_on_device`.
+Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device; dead units and histograms are kept beside it.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from hookline.phases import During, phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.compiled.op_schemas import Summary
+from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.attach_everywhere import attach_everywhere
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import Named, select, without_scripted

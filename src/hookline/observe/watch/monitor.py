@@ -2,7 +2,7 @@
 
 `alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and each ends its steps when it likes; a trigger takes
 losses alone, by `ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that
-runs beside the next step.
+runs beside the next step. `CallOrder` says which of the bad places of a step was the first, as far as that is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
 Users call `watch`. It puts hooks on by `WatchSites`, counts `Steps`, and reads metrics from the `StatsEngine`, in a
-distributed run by way of `RankStats`.
+distributed run by way of `RankStats`. For ``budget=`` a `BudgetedSchedule` says which steps are due: it compares steps
+with the hooks and steps without, and `Steps` tells it when one begins, which is when the one before is over.
 """
 
 from __future__ import annotations

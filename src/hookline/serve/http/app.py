@@ -7,25 +7,28 @@ ask the engine and format the answer with the other modules of this folder. Need
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import FastAPI, Header
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from hookline import __version__
-from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import ERRORS, add_exception_handlers, json_response
+from hookline.serve.http.error_answers import ERRORS, Refused, add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import NAMED, ChatFormat, CompletionFormat, Generation
-from hookline.serve.http.hook_routes import HookPaths, LiveHookPaths
-from hookline.serve.http.metrics_page import Metrics
+from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths, LiveHookPaths
 from hookline.serve.http.request_bodies import ChatBody, CompletionBody, GenerationBody
 from hookline.serve.http.request_gate import Gate, Settings
 from hookline.serve.serving_engine import Engine
 from hookline.sites.find import find
 
-__all__ = ["make_app", "make_hook_app"]
+__all__ = ["Serving", "make_app", "make_hook_app"]
+
+T = TypeVar("T")
 
 _ABOUT: Final = """A causal language model with hooks: hidden states by request, statistics and exports while it runs.
 
@@ -45,47 +48,38 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     Any ASGI server runs it, as ``uvicorn.run(app, host="127.0.0.1")``; `Server` is one.
     """
     settings = settings or Settings()
-    metrics = Metrics()
-    routes = _Routes(Serving(engine), settings, metrics)
+    routes = _Routes(Serving(engine), settings)
     # No pages: those of FastAPI load scripts from the internet, which a closed network has not.
     app = FastAPI(
-        title="hookline", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+        title="hookline", version=__version__, description=_ABOUT, responses=ERRORS, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
     app.state.serving = routes.serving
     routes.add_to(app)
     add_exception_handlers(app)
-    app.add_middleware(Gate, settings=settings, observe=metrics.observe)
+    app.add_middleware(Gate, settings=settings, seconds=routes.page.seconds)
     return app
 
 
-_WHOLE_OR_STREAM: Final[dict[int | str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}},
-    **ERRORS,
-}
+_WHOLE_OR_STREAM: Final[dict[int | str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _Name = Annotated[str | None, Header(alias=NAMED, pattern="^[A-Za-z0-9._:-]{1,128}$")]
 """What a client calls its request: nothing that a pattern of names, or a line of a log, could be confused by."""
 
 
-class _Routes:
+class _Routes(LiveHookPaths):
     """Answer each path; the docstring of a route is its description in ``/openapi.json``."""
-
-    def __init__(self, serving: Serving, settings: Settings, metrics: Metrics) -> None:
-        self.serving = serving
-        self.settings = settings
-        self._metrics = metrics
-        self._hooks = LiveHookPaths(serving, settings)
 
     def add_to(self, app: Any) -> None:
         """Add every route to `app`."""
         generating: dict[str, Any] = {"methods": ["POST"], "responses": _WHOLE_OR_STREAM}
         app.add_api_route("/v1/completions", self.complete, **generating)
         app.add_api_route("/v1/chat/completions", self.chat, **generating)
-        self._hooks.add_to(app)
-        app.add_api_route("/v1/models", self.list_models, methods=["GET"], responses=ERRORS)
-        app.add_api_route("/modules", self.list_modules, methods=["GET"], responses=ERRORS)
-        app.add_api_route("/health", self.health, methods=["GET"], responses=ERRORS)
-        text: dict[int | str, Any] = {200: {"content": {"text/plain": {}}}, **ERRORS}
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response, responses=text)
+        super().add_to(app)
+        app.add_api_route("/v1/models", self.list_models, methods=["GET"])
+        app.add_api_route("/modules", self.list_modules, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        text: dict[int | str, Any] = {200: {"content": {"text/plain": {}}}}
+        app.add_api_route("/metrics", self.show_metrics, methods=["GET"], response_class=Response, responses=text)
 
     async def complete(self, body: CompletionBody, http: HttpRequest, name: _Name = None) -> Any:
         """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""
@@ -116,12 +110,12 @@ class _Routes:
         status = self.serving.status
         return json_response({"status": status}, 200 if status == "ready" else 503)
 
-    async def metrics(self) -> Any:
+    async def show_metrics(self) -> Any:
         """Give the counts of the engine, its hooks and HTTP, in Prometheus' text format."""
-        figures = await self._hooks.figures() if self.serving.status == "ready" else []
+        figures = await self.figures() if self.serving.status == "ready" else []
         # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
-        return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
+        return Response(self.page.page(counts, figures), media_type=self.page.content_type)
 
 
 def _modules(engine: Engine, pattern: str) -> Any:
@@ -140,4 +134,110 @@ def make_hook_app(hooks: HookPaths) -> Any:
     app = FastAPI(title="hookline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     hooks.add_to(app)
     add_exception_handlers(app)
-    return Gate(app, hooks.settings, observe=lambda method, route, status, seconds: None)
+    return Gate(app, hooks.settings, hooks.page.seconds)
+
+
+# -- what routes know of the engine ---------------------------------------------------------------------------------
+
+_LONG_TEXT: Final = 10_000
+"""Characters from which on a text is turned into tokens outside of the event loop: about 5 ms of it."""
+_MESSAGE: Final = 50
+"""Characters that take as long as the chat template takes for one message."""
+_LONG_AT_ONCE: Final = 2
+"""So many long texts are turned into tokens at a time: one of 4 MB takes up to a gigabyte for that."""
+
+
+class Serving:
+    """Hold the engine, and whether it takes requests.
+
+    Recipe: ``serving = Serving(engine); await serving.on_engine(engine.hooks.metrics)``.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+        self.is_draining = False
+        self.started = int(time.time())
+        self._long_texts = asyncio.Semaphore(_LONG_AT_ONCE)
+
+    @property
+    def status(self) -> Literal["loading", "ready", "draining", "failed"]:
+        """Return what ``/health`` says; an engine that has stopped by itself has failed: only a new process helps."""
+        engine = self.engine
+        if engine is not None and (engine.has_failed or not (engine.is_running or self.is_draining)):
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        return "loading" if engine is None else "ready"
+
+    def ready(self) -> Engine:
+        """Return the engine; raise a 503 if it takes no requests."""
+        if self.is_draining:
+            raise Refused(503, "The server is stopping; it takes no more requests.", headers={"Retry-After": "5"})
+        if self.engine is None:
+            raise Refused(503, "The model is being loaded; ask /health until it is.", headers={"Retry-After": "2"})
+        return self.engine
+
+    async def on_engine(self, act: Callable[[], T]) -> T:
+        """Run a short `act` between two forwards; no thread waits meanwhile, of which the process has few."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.ready().between(act)), PATIENCE_S)
+        except TimeoutError:
+            raise Refused(503, f"The engine had no time for this within {PATIENCE_S:g} s; try again.") from None
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer; raise a 400 if there is none."""
+        found = self.ready().tokenizer
+        if found is None:
+            raise Refused(
+                400, "The model is served without a tokenizer, so that text means nothing to it; send token ids."
+            )
+        return found
+
+    async def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Return `text` in tokens, with those that the model's tokenizer adds before and after."""
+        return await self._encoded(partial(self.tokenizer.encode, text), len(text))
+
+    async def tokens_of_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Return a conversation in tokens, as the model's chat template writes it, up to where the answer begins."""
+        tokenizer = self.tokenizer
+
+        def encode() -> Sequence[int]:
+            text = _render_chat(tokenizer, messages)
+            found: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            return found
+
+        return await self._encoded(encode, sum(len(each["content"]) + _MESSAGE for each in messages))
+
+    async def _encoded(self, encode: Callable[[], Sequence[int]], size: int) -> tuple[int, ...]:
+        """Run `encode`, of so many characters; if they are many, in a thread: no other client should wait for it."""
+        if size < _LONG_TEXT:
+            return tuple(encode())
+        async with self._long_texts:
+            return tuple(await asyncio.to_thread(encode))
+
+    def word_of(self, id: int) -> str:
+        """Return one token as text, for log-probabilities; its number if there is no tokenizer."""
+        tokenizer = getattr(self.engine, "tokenizer", None)
+        return f"token_id:{id}" if tokenizer is None else str(tokenizer.decode([id]))
+
+
+# -- conversations: the template is the model's; transformers runs it in Jinja's sandbox -------------------------
+
+
+def _render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Return the prompt of `messages`; raise a 400 if the tokenizer has no template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise Refused(
+            400,
+            "The model's tokenizer has no chat template, so that messages mean nothing to it; send a prompt to "
+            "/v1/completions, or start the server with --chat-template FILE.",
+        )
+    if "developer" not in str(template):
+        messages = [{**each, "role": each["role"].replace("developer", "system")} for each in messages]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # the template is a program, which may raise anything on messages it does not like
+        said = str(error) or type(error).__name__
+        raise Refused(400, f"The model's chat template refuses these messages: {said}", param="$.messages") from error

@@ -14,18 +14,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
-from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused, error_body, json_response, to_json
 from hookline.serve.http.request_bodies import GenerationBody
 from hookline.serve.http.request_gate import AT_THE_END
 from hookline.serve.request_row import Ticket
 from hookline.serve.serving_engine import Engine
+
+if TYPE_CHECKING:
+    from hookline.serve.http.app import Serving
 
 __all__ = ["NAMED", "ChatFormat", "CompletionFormat", "Generation", "base64_data"]
 

@@ -9,54 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from hookline.engines.request_hooks import ready_name
 from hookline.engines.request_options import ClientHook
 from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.serve.http.engine_state import PATIENCE_S, Serving
-from hookline.serve.http.error_answers import ERRORS, Refused, json_response
-from hookline.serve.http.metrics_page import HookFigures
+from hookline.serve.http.error_answers import Refused, json_response
+from hookline.serve.http.metrics_page import HookFigures, Metrics
 from hookline.serve.http.request_gate import Settings
 
-__all__ = ["HookPaths", "LiveHookPaths"]
+if TYPE_CHECKING:
+    from hookline.serve.http.app import Serving
+
+__all__ = ["PATIENCE_S", "HookPaths", "LiveHookPaths"]
 
 logger = logging.getLogger("hookline.serve")
 
-_READY: Final = "hookline.factories"
-_DEPTH: Final = 32
-"""How deep lists and objects of a configuration may lie in each other: what goes in has to come out of ``GET /hooks``,
-and Python's own limit lies near 300 there."""
-
-
-def _check_plain(value: Any, depth: int = 0) -> None:
-    """Raise for a configuration that could not be shown again."""
-    if depth > _DEPTH + 1:
-        raise OptionError(f"Lists and objects lie more than {_DEPTH} deep in each other.")
-    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
-        raise OptionError("A text has half a character in it (a lone surrogate).")
-    if isinstance(value, dict | list):
-        for each in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_plain(each, depth + 1)
-
-
-def _ready_name(path: str) -> str | None:
-    """Return the name of the ready-made factory that `path` means; None for any other path.
-
-    The package has more in it than factories, and a prefix would let all of that through.
-    """
-    dotted = path.replace(":", ".")
-    if dotted != _READY and not dotted.startswith(f"{_READY}."):
-        return None
-    name = dotted.removeprefix(_READY).removeprefix(".")
-    if name in FILE_OPTIONS:
-        return name
-    known = ", ".join(f"{_READY}:{each}" for each in FILE_OPTIONS)
-    raise NotAllowedError(f"{path!r} is no factory that may be named over HTTP; there are {known}.")
+PATIENCE_S: Final = 60.0
+"""How long a route waits for its turn between two forwards."""
 
 
 def _confined(given: ClientHook, folder: Path | None) -> ClientHook:
@@ -64,10 +40,8 @@ def _confined(given: ClientHook, folder: Path | None) -> ClientHook:
 
     Raises:
         NotAllowedError: It names a factory or a path that HTTP clients may not use.
-        OptionError: Its configuration is too deep.
     """
-    _check_plain([given.name, given.config])
-    name = _ready_name(given.hook_factory)
+    name = ready_name(given.hook_factory)
     config = dict(given.config)
     for option in FILE_OPTIONS[name] if name is not None else ():
         path = config.get(option)
@@ -100,6 +74,7 @@ class HookPaths:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.page = Metrics()
 
     # -- of one engine: hooks are dictionaries as ``LiveHook.to_plain`` makes them -----------------------------
 
@@ -123,9 +98,9 @@ class HookPaths:
 
     def add_to(self, app: Any) -> None:
         """Add the paths to `app`."""
-        app.add_api_route("/hooks", self.list_hooks, methods=["GET"], responses=ERRORS)
-        app.add_api_route("/hooks", self.add_hook, methods=["POST"], responses=ERRORS, status_code=201)
-        app.add_api_route("/hooks/{id}", self.remove_hook, methods=["DELETE"], responses=ERRORS)
+        app.add_api_route("/hooks", self.list_hooks, methods=["GET"])
+        app.add_api_route("/hooks", self.add_hook, methods=["POST"], status_code=201)
+        app.add_api_route("/hooks/{id}", self.remove_hook, methods=["DELETE"])
 
     async def list_hooks(self) -> Any:
         """List the attached hooks: on which modules, how often each fired, and what it costs."""
@@ -152,7 +127,7 @@ class HookPaths:
         """Return a hook as clients see it: paths in the export folder are relative to it, as they were sent."""
         config = dict(hook["config"])
         root = None if self.settings.export_dir is None else self.settings.export_dir.resolve()
-        for option in FILE_OPTIONS.get(hook["hook_factory"].replace(":", ".").removeprefix(f"{_READY}."), ()):
+        for option in FILE_OPTIONS.get(re.split("[:.]", hook["hook_factory"])[-1], ()):
             given = config.get(option)
             if root is not None and isinstance(given, str) and Path(given).is_relative_to(root):
                 config[option] = str(Path(given).relative_to(root))
@@ -164,15 +139,15 @@ class LiveHookPaths(HookPaths):
 
     def __init__(self, serving: Serving, settings: Settings) -> None:
         super().__init__(settings)
-        self._serving = serving
+        self.serving = serving
 
     async def all(self) -> list[dict[str, Any]]:
         """Return the attached hooks."""
-        return [live.to_plain() for live in self._serving.ready().hooks.list()]
+        return [live.to_plain() for live in self.serving.ready().hooks.list()]
 
     async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook between two forwards; in a thread, which waits for the running one."""
-        add = partial(self._serving.ready().hooks.add, given, allow=self.settings.allow, patience_s=PATIENCE_S)
+        add = partial(self.serving.ready().hooks.add, given, allow=self.settings.allow, patience_s=PATIENCE_S)
         try:
             return (await asyncio.to_thread(add)).to_plain()
         except HooklineError:
@@ -184,9 +159,9 @@ class LiveHookPaths(HookPaths):
 
     async def detach(self, id: str) -> dict[str, Any]:
         """Remove one hook between two forwards."""
-        remove = partial(self._serving.ready().hooks.remove, id, patience_s=PATIENCE_S)
+        remove = partial(self.serving.ready().hooks.remove, id, patience_s=PATIENCE_S)
         return (await asyncio.to_thread(remove)).to_plain()
 
     async def metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Return what the hooks measure; clients may ask as often as they like."""
-        return await self._serving.on_engine(self._serving.ready().hooks.metrics)
+        return await self.serving.on_engine(self.serving.ready().hooks.metrics)

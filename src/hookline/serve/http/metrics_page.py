@@ -1,7 +1,7 @@
 """Write ``GET /metrics``: the counts of the engine, its hooks and HTTP, in Prometheus' format.
 
-The app asks for the page with ``engine.counts()`` and the figures of live hooks; the request gate reports the time of
-every request. The registry is its own, so that nothing else of the process appears.
+The app asks for the page with ``engine.counts()`` and the figures of live hooks; the request gate observes the time
+of every request. The registry is its own, so that nothing else of the process appears.
 """
 
 from __future__ import annotations
@@ -17,33 +17,10 @@ __all__ = ["HookFigures", "Metrics"]
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Of a request that generates, in seconds; prometheus_client's own end at 10."""
 
-
-_GROWING: Final = {
-    "requests_accepted": "Sequences that were taken into the queue",
-    "requests_refused": "Sequences that were refused with 429 because too many waited",
-    "requests_stop": "Sequences that ended at an end-of-text token or a stop text",
-    "requests_length": "Sequences that ended because they had max_tokens tokens",
-    "requests_cancelled": "Sequences that were cancelled, as by a client that went away",
-    "requests_error": "Sequences that ended with an error",
-    "prompt_tokens": "Tokens of the prompts of requests that were run",
-    "not_computed": "Tokens of prompts that the engine took from its prefix cache, so that no hook saw them",
-    "answer_tokens": "Tokens that were sampled",
-    "prefill_forwards": "Forwards of the model over prompts",
-    "decode_forwards": "Forwards of the model over one token of each answer",
-    "forward_seconds": "Seconds that the engine spent in forwards of the model",
-    "captured_bytes": "Bytes of hidden states that were gathered for requests",
-    "steps": "Steps of the engine, each a forward over one batch",
-    "eager_steps": "Steps that ran eagerly, so that hooks fired",
-}
-"""Counts of an engine that only grow."""
-_NOW: Final = {
-    "requests_waiting": "Sequences that wait for their turn now",
-    "requests_running": "Sequences in the running batch now",
-    "captured_bytes_reserved": "Bytes of hidden states that running requests may still want",
-    "captured_bytes_limit": "The most bytes of hidden states that may be reserved",
-    "hooks": "Hooks that are attached now",
-}
-"""Those of the moment."""
+_NOW: Final = frozenset(
+    {"requests_waiting", "requests_running", "captured_bytes_reserved", "captured_bytes_limit", "hooks"}
+)
+"""Counts of an engine that are of the moment; others only grow."""
 
 HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
 """A live hook as ``GET /hooks`` shows it, and its own metrics."""
@@ -52,28 +29,24 @@ HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
 class Metrics:
     """Hold the registry, and write the page.
 
-    Recipe: ``metrics.observe("GET", "/health", 200, 0.001); metrics.page(engine.counts(), [])``.
+    Recipe: ``metrics.page(engine.counts(), [])``.
     """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._seconds = Histogram(
+        self.seconds = Histogram(
             "hookline_http_request_duration_seconds",
             "From the first byte of a request to the last of its answer",
             ["method", "route", "status"],
             registry=self._registry,
             buckets=_BUCKETS,
         )
+        """Of every request; `Gate` observes it."""
         self._now: list[Any] = []
         """The families of the moment."""
         self._registry.register(self)
         self.content_type = str(CONTENT_TYPE_LATEST)
         """The media type of the page."""
-
-    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request that was answered."""
-        known = method if method in ("GET", "POST", "DELETE") else "other"
-        self._seconds.labels(known, route, str(status)).observe(seconds)
 
     def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
         """Return the text."""
@@ -91,7 +64,8 @@ def _family(name: str, words: str, *, grows: bool, **options: Any) -> Any:
 
 def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
     for name, value in sorted(counts.items()):
-        yield _family(f"engine_{name}", (_GROWING | _NOW)[name], grows=name in _GROWING, value=float(value))
+        words = f"{name.replace('_', ' ')} of the engine, {'now' if name in _NOW else 'since its start'}"
+        yield _family(f"engine_{name}", words, grows=name not in _NOW, value=float(value))
 
 
 _OF_HOOKS: Final = (

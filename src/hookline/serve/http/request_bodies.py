@@ -20,7 +20,7 @@ from hookline.serve.generation_request import GenerationRequest, Length, Samplin
 from hookline.serve.http.error_answers import Refused
 
 if TYPE_CHECKING:
-    from hookline.serve.http.engine_state import Serving
+    from hookline.serve.http.app import Serving
     from hookline.serve.http.request_gate import Settings
 
 __all__ = ["ChatBody", "CompletionBody", "GenerationBody"]
@@ -34,6 +34,8 @@ _COMPLETION_LENGTH: Final = 16
 _CHAT_LENGTH: Final = 1024
 """Of a model that does not say how long a sequence may be; of others, as many as there is room for, as OpenAI's."""
 
+_AnyText = Annotated[StrictStr, Field(min_length=0)]
+"""With a length, pydantic refuses half characters, which no tokenizer takes."""
 _Text = Annotated[StrictStr, Field(min_length=1)]
 _Texts = Annotated[list[_Text], Field(min_length=1, max_length=1024, fail_fast=True)]
 _Tokens = Annotated[
@@ -153,7 +155,7 @@ class TextPart(_Body):
 
     type: Literal["text"]
     """``text``; pictures and sound are not served."""
-    text: StrictStr
+    text: _AnyText
     """The text."""
 
 
@@ -169,7 +171,7 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     """Who says it. ``developer`` becomes ``system`` where the model's template does not know it."""
-    content: StrictStr | _Parts
+    content: _AnyText | _Parts
     """A text, or a list of pieces of text, which are joined by line breaks."""
 
     def to_template(self) -> dict[str, str]:

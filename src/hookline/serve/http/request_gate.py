@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hookline.errors import OptionError
@@ -23,16 +23,10 @@ from hookline.serve.http.error_answers import Refused, refused_response
 
 __all__ = ["AT_THE_END", "Gate", "Settings"]
 
-Observe = Callable[[str, str, int, float], None]
-"""Takes method, route, status and seconds of every request."""
-
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
 _PIECE: Final = 1 << 18
 """Bytes of an answer that are sent at a time."""
-_DROP_FACTOR: Final = 4
-"""Of a body that is too large, so many times the limit is read and dropped before the connection is closed: a client
-that is still sending would get a reset connection instead of the answer."""
 
 logger = logging.getLogger("hookline.serve")
 
@@ -73,28 +67,22 @@ class Settings:
     """How long running requests may take after SIGTERM."""
 
     def __post_init__(self) -> None:
-        if self.token is not None and not self.token.strip():
-            raise OptionError("The token is empty. Leave it out, or give one that is hard to guess.")
-        if self.token is not None and any(each.isspace() for each in self.token):
-            raise OptionError("The token has spaces or line breaks in it, and no header can say those; take them out.")
+        if self.token is not None and (not self.token or any(each.isspace() for each in self.token)):
+            raise OptionError("The token is empty, or has spaces or line breaks in it, which no header can say.")
         if self.protect == "everything" and self.token is None:
             raise OptionError("Everything is to be protected, and there is no token; give one with --token-file FILE.")
-        if self.max_body < 1024:
-            raise OptionError(f"max_body is at least 1024 bytes, got {self.max_body}.")
-        if not self.drain_s >= 0:
-            raise OptionError(f"drain is a number of seconds, 0 or more, got {self.drain_s}.")
 
 
 class Gate:
     """An ASGI app around another one.
 
-    Recipe: ``app.add_middleware(Gate, settings=settings, observe=metrics.observe)``.
+    Recipe: ``app.add_middleware(Gate, settings=settings, seconds=metrics.seconds)``.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, seconds: Histogram) -> None:
         self._app = app
         self._settings = settings
-        self._observe = observe
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -124,21 +112,16 @@ class Gate:
         finally:
             for act in scope.get(AT_THE_END, ()):
                 act()
-            self._observe(scope["method"], _route(scope), status, time.perf_counter() - start)
+            method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
+            self._seconds.labels(method, _route(scope), str(status)).observe(time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = self._app
-        body: bytes | None = b""
         try:
-            try:
-                _check_sender(self._settings, scope)
-            except Refused:
-                with suppress(Refused):
-                    await self._read(receive, 0)
-                raise
-            body = await self._read(receive, self._settings.max_body)
-        except Refused as refused:
-            app = refused_response(refused)
+            _check_sender(self._settings, scope)
+            body: bytes | None = await self._read(receive)
+        except Refused as refused:  # uvicorn drops what is still sent, so that the client reads the answer
+            await refused_response(refused)(scope, receive, send)
+            return
 
         async def replay() -> Message:
             nonlocal body
@@ -147,36 +130,26 @@ class Gate:
             message, body = {"type": "http.request", "body": body, "more_body": False}, None
             return message
 
-        await app(scope, replay, send)
+        await self._app(scope, replay, send)
 
-    async def _read(self, receive: Receive, keep: int) -> bytes:
-        """Return the body of a request; raise for one that has more than `keep` bytes, or is too slow.
-
-        The rest of one that is too large is read and dropped for a while, so that the client is there for the answer.
-        """
-        size, kept, is_over = 0, bytearray(), False
-        while not is_over and size <= _DROP_FACTOR * self._settings.max_body:
+    async def _read(self, receive: Receive) -> bytes:
+        """Return the body of a request; raise for one that is too large or too slow."""
+        settings, body, is_over = self._settings, bytearray(), False
+        while not is_over:
             try:
-                async with asyncio.timeout(self._settings.body_s):
+                async with asyncio.timeout(settings.body_s):
                     message = await receive()
             except TimeoutError:
-                text = f"Nothing came of the body for {self._settings.body_s:g} s; send it again."
+                text = f"Nothing came of the body for {settings.body_s:g} s; send it again."
                 raise Refused(408, text, headers={"Connection": "close"}) from None
             if message["type"] == "http.disconnect":
                 raise Refused(400, "The connection ended before the body did.")
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size <= keep:
-                kept += piece
+            body += message.get("body", b"")
+            if len(body) > settings.max_body:
+                text = f"The body is larger than {settings.max_body} bytes. Send less at once, or start the server with"
+                raise Refused(413, f"{text} a larger --max-body.")
             is_over = not message.get("more_body", False)
-        if size > keep:
-            raise Refused(
-                413,
-                f"The body is larger than {keep} bytes. Send less at once, or start the server with a larger "
-                "--max-body.",
-                headers={"Connection": "close"},
-            )
-        return bytes(kept)
+        return bytes(body)
 
 
 _OPEN: Final = "/health"

@@ -28,7 +28,7 @@ from hookline.serve.http.app import make_app
 from hookline.serve.http.request_gate import Settings
 
 if TYPE_CHECKING:
-    from hookline.serve.http.engine_state import Serving
+    from hookline.serve.http.app import Serving
     from hookline.serve.serving_engine import Engine
 
 __all__ = ["Server"]
@@ -69,9 +69,22 @@ class Server:
         self._settings = replace(settings, local_only=settings.local_only and is_loopback(host))
         self._socket = _bound(host, port)
         self._is_stopping = False
-        self._uvicorn: Any = None
-        self._app: Any = None
-        self._thread: threading.Thread | None = None
+        app = make_app(None, self._settings)
+        self.serving: Serving = app.state.serving
+        """The engine, once it is there, and whether it takes requests."""
+        config = uvicorn.Config(
+            app,
+            log_config=None,  # handlers are the command line's business
+            access_log=False,  # /metrics has counts and times; a line per request costs more than a short answer
+            lifespan="off",
+            ws="none",  # there are none here, and uvicorn would advise to install what serves them
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        self._uvicorn: Any = uvicorn.Server(config)
+        # Outside of the main thread uvicorn leaves signals alone.
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="hookline-http", daemon=True
+        )
 
     @property
     def url(self) -> str:
@@ -79,15 +92,9 @@ class Server:
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    @property
-    def serving(self) -> Serving:
-        """Return the engine, once it is there, and whether it takes requests."""
-        found: Serving = self._app.state.serving
-        return found
-
     def start(self) -> None:
         """Listen, load, and take requests; an error while loading closes everything again, and is raised."""
-        self._listen()
+        self._thread.start()
         engine = None
         try:
             engine = self._make_engine()
@@ -101,7 +108,7 @@ class Server:
 
     def stop(self) -> None:
         """Take no more, finish what runs within the bound, flush, hang up; may be called again."""
-        if self._app is not None and not self.serving.is_draining:
+        if not self.serving.is_draining:
             self.serving.is_draining = True
             if self.serving.engine is not None:
                 self.serving.engine.close(self._settings.drain_s)
@@ -141,29 +148,9 @@ class Server:
         # Out of whatever the main thread does: it sleeps, or loads a model, which may take minutes.
         raise _Stopped
 
-    # -- uvicorn -----------------------------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        self._app = make_app(None, self._settings)
-        config = uvicorn.Config(
-            self._app,
-            log_config=None,  # handlers are the command line's business
-            access_log=False,  # /metrics has counts and times; a line per request costs more than a short answer
-            lifespan="off",
-            ws="none",  # there are none here, and uvicorn would advise to install what serves them
-            timeout_graceful_shutdown=_LAST_WORDS_S,
-        )
-        self._uvicorn = uvicorn.Server(config)
-        # Outside of the main thread uvicorn leaves signals alone.
-        self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="hookline-http", daemon=True
-        )
-        self._thread.start()
-
     def _hang_up(self) -> None:
-        if self._uvicorn is not None:
-            self._uvicorn.should_exit = True
-        if self._thread is not None:
+        self._uvicorn.should_exit = True
+        if self._thread.is_alive():
             self._thread.join(timeout=_LAST_WORDS_S * 2)
         self._socket.close()
 

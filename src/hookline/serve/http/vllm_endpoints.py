@@ -24,19 +24,11 @@ from starlette.routing import Route
 
 from hookline.engines.request_options import ClientHook
 from hookline.engines.vllm.start_options import StartOptions
-from hookline.engines.vllm.vllm_hooks import (
-    check_answers,
-    merge_added,
-    merge_hooks,
-    merge_metrics,
-    merge_removed,
-    merge_results,
-)
+from hookline.engines.vllm.vllm_hooks import check_answers, merge_hooks, merge_metrics, merge_results
 from hookline.serve.http.app import make_hook_app
 from hookline.serve.http.error_answers import Refused, json_response
 from hookline.serve.http.generation_routes import base64_data
 from hookline.serve.http.hook_routes import HookPaths
-from hookline.serve.http.metrics_page import Metrics
 from hookline.serve.http.request_gate import Settings
 
 __all__ = ["HookEndpoints", "WorkerCalls", "endpoint_settings"]
@@ -105,7 +97,6 @@ class WorkerCalls(HookPaths):
         """Workers number hooks by themselves: calls that change them come in one order everywhere."""
         self._undoing: asyncio.Future[None] | None = None
         """Kept here, as the event loop does not keep it."""
-        self._page = Metrics()
 
     def add_to(self, app: Any) -> None:
         """Add the paths to `app`."""
@@ -115,14 +106,14 @@ class WorkerCalls(HookPaths):
 
     async def all(self) -> list[dict[str, Any]]:
         """Return the attached hooks, with what they have done in all workers together."""
-        return merge_hooks(await self._checked("hookline_list"))
+        return merge_hooks(await self._call("hookline_list"))
 
     async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook in all workers, or in none."""
         async with self._changes:
             answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow], True, "http")
             try:
-                return merge_added(answers)[0]
+                return merge_hooks(answers)[0]
             except Exception:
                 await self._undo(answers)
                 raise
@@ -135,18 +126,20 @@ class WorkerCalls(HookPaths):
     async def detach(self, id: str) -> dict[str, Any]:
         """Remove one hook from all workers."""
         async with self._changes:
-            return merge_removed(await self._call("hookline_remove", id))
+            return merge_hooks(await self._call("hookline_remove", id))[0]
 
     async def metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Return what the hooks measure in all workers together."""
-        return merge_metrics(await self._checked("hookline_metrics"))
+        return merge_metrics(await self._call("hookline_metrics"))
 
     async def show_metrics(self) -> Any:
         """Give the counts of hooks and of the workers' steps, in Prometheus' text format; bytes are of all workers."""
-        found = [answer["engine"] for answer in await self._checked("hookline_describe")]
+        answers = await self._call("hookline_describe")
+        check_answers(answers)
+        found = [answer["engine"] for answer in answers]
         counts = {name: max(float(each[name]) for each in found) for name in _COUNTS}
         counts["captured_bytes_reserved"] = sum(float(each["captured_bytes"]) for each in found)
-        return Response(self._page.page(counts, await self.figures()), media_type=self._page.content_type)
+        return Response(self.page.page(counts, await self.figures()), media_type=self.page.content_type)
 
     async def take_results(self, key: str) -> Any:
         """Give what a request asked for under the UUID that its client made up, once; an entry for each answer.
@@ -161,11 +154,6 @@ class WorkerCalls(HookPaths):
         # In a thread: a hundred megabytes of states would block all other clients.
         return await asyncio.to_thread(lambda: json_response({"answers": [_to_json(each) for each in merged]}))
 
-    async def _checked(self, method: str) -> list[dict[str, Any]]:
-        answers = await self._call(method)
-        check_answers(answers)
-        return answers
-
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         if self.client is None:
             raise Refused(503, "The engine is not ready; ask /health until it is.", headers={"Retry-After": "2"})
@@ -177,7 +165,8 @@ class WorkerCalls(HookPaths):
             raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
         except Exception as error:
             logger.warning("workers did not answer %s", method, exc_info=error)
-            raise Refused(503, _no_extension(error)) from error
+            text = f"The workers did not answer ({type(error).__name__}); see the server's log. Do they have hooks"
+            raise Refused(503, f"{text} (HOOKLINE_VLLM=1 in the environment)?") from error
 
     def _on_late(self, method: str, asked: asyncio.Future[list[dict[str, Any]]]) -> None:
         """Take back a hook that workers attached after its client was told that they had no time: a call that is
@@ -192,12 +181,3 @@ def _to_json(merged: Mapping[str, Any]) -> dict[str, Any]:
     states = {name: base64_data(layer) for name, layer in merged["states"].items()}
     rest = {name: merged[name] for name in ("request", "hooks", "flags", "silent", "error")}
     return {**rest, "hidden_states": states, "tokens_not_computed": merged["not_computed"]}
-
-
-def _no_extension(error: Exception) -> str:
-    if "hookline_" in str(error) and "attribute" in str(error):
-        return (
-            "The workers of this engine have no hooks. Start it with HOOKLINE_VLLM=1 in the environment, or with "
-            "--worker-extension-cls hookline.engines.vllm.extension.HookExtension."
-        )
-    return f"The workers did not answer ({type(error).__name__}); see the server's log."

@@ -23,7 +23,7 @@ from hookline.sites.compiled.op_schemas import Handed
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.tensor_taps import checked
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
-from hookline.sites.modules.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
+from hookline.sites.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
-    from hookline.sites.modules.module_hooks import ModuleHooks
+    from hookline.sites.module_hooks import ModuleHooks
 
 _EDIT: Final = OrderGroup.EDIT
 

@@ -10,14 +10,13 @@ for gradients (`plan_of`), whether the model counts its forwards here, and the n
 from __future__ import annotations
 
 import threading
-import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hookline import tree
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.value_layout import Parts, describe
@@ -29,15 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sites.hook_at_site import HookAtSite
-
-
-class Slot(Protocol):
-    """What of a slot is read while the compiler traces (``modules.module_hooks``)."""
-
-    slot: ClassVar[str]
-    key: Tensor
-    recipe: str
-    steps: tuple[HookAtSite | None, ...]
+    from hookline.sites.module_hooks import Slot
 
 
 @_torch.constant_while_tracing
@@ -54,28 +45,11 @@ class _Serial(threading.local):
     at = 0
 
 
-@_torch.constant_while_tracing
-def _without_operators() -> bool:
-    """Return whether nothing of ours may be left in what is being traced.
-
-    An exported program is to run where there are no hooks, and no hookline; ``torch.vmap`` has no rule for operators.
-    """
-    if _torch.exporting() or not _torch.vectorizing():
-        return _torch.exporting()
-    warnings.warn(
-        "A model with hooks is being compiled under torch.vmap: its observers and gradient hooks do not fire there. "
-        "Run it without vmap, or eagerly (torch.compiler.disable).",
-        HooklineWarning,
-        stacklevel=2,
-    )
-    return True
-
-
 def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Trace the pre-hooks; return the arguments to go on with, if they are others."""
     changed = False
     steps, reads, plan, ticks, numbers = hook.recipe.split("/")
-    if ticks and not _without_operators():
+    if ticks and not _torch.exporting():
         ops.BEGIN(hook.key, _serial(), torch.is_grad_enabled())
     for place, step in enumerate(steps):
         if step == "w":
@@ -95,7 +69,7 @@ def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
                 args, kwargs = result
             else:
                 args = result if isinstance(result, tuple) else (result,)
-    if plan and torch.is_grad_enabled() and not _without_operators():
+    if plan and torch.is_grad_enabled() and not _torch.exporting():
         return _enter_gradients(hook, plan, args, kwargs)
     return (args, kwargs) if changed else None
 
@@ -116,7 +90,7 @@ def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any)
         result = _edit(hook, steps, place, entry, module, more)
         if result is not None:
             output = result
-    if plan and torch.is_grad_enabled() and not _without_operators():
+    if plan and torch.is_grad_enabled() and not _torch.exporting():
         if "l" in plan:
             _enter_gradients(hook, plan, args, kwargs)
         return _leave_gradients(hook, plan, output)
@@ -124,7 +98,7 @@ def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any)
 
 
 def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
-    if _without_operators():
+    if _torch.exporting():  # an exported program is to run where there is no hookline
         return
     parts = Parts()
     if output and "o" not in reads:
@@ -135,7 +109,7 @@ def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any
 
 
 def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
-    if _without_operators():
+    if _torch.exporting():  # an exported program is to run where there is no hookline
         return
     tensors = [leaf for _, leaf in tree.leaves(value) if _is_carried(leaf)]
     found = ops.MAKERS[int(numbers.split(",")[place])](tensors)
@@ -144,7 +118,7 @@ def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> 
 
 
 def _edit(hook: Slot, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    if not _without_operators():
+    if not _torch.exporting():
         ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
     if attachment.context is not None:

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, HookSignatureError, KindError, NoMatchError, TargetError
+from hookline.errors import HooklineWarning, KindError, NoMatchError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import TARGETS, is_function, new_attachment
+from hookline.sites.attach import new_attachment
 from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, OrderGroup
 from hookline.sites.kinds import FUNCTION, Kind
-from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
+from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
-from hookline.sites.targets import describe
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -85,8 +84,6 @@ def attach_function(
         UnhookableError: for a function whose calls torch shows to no one.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
-    if isinstance(hook, TARGETS) and is_function(target):
-        raise HookSignatureError(f"The arguments are swapped: write attach_function({describe(hook)}, hook).")
     attachment = new_attachment(
         hook,
         Kind.parse(on, FUNCTION),

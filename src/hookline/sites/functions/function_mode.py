@@ -3,7 +3,8 @@
 ``attach_function`` adds entries to scopes: a model's, whose forwards enter and leave it, a thread's, or that of the
 process. torch shows functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an
 ``autograd.Function`` class to neither: while it has hooks, it has one more base. All three ask a `_Thread` for the
-hooks of the scopes that it is in.
+hooks of the scopes that it is in. Gradients go the way of a module's (`GradientCall`), with `FunctionHooks` in the
+place of its `ModuleHooks`.
 
 Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the modes
 that are there, and come off by being lifted out from among them; what is not ours is never taken off.
@@ -14,24 +15,29 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from weakref import WeakSet
 
+import torch
+from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from hookline.errors import HooklineWarning, UnhookableError
-from hookline.messages import caller_stacklevel
+from hookline import tree
+from hookline.errors import HooklineWarning, HookReturnError, UnhookableError
+from hookline.messages import caller_stacklevel, type_name
 from hookline.sites import _torch
-from hookline.sites.functions.function_hooks import FunctionHooks
-from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer
-from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
-from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.gradients.backward_call import GradientHooks
+from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer, OrderGroup, next_order
+from hookline.sites.kinds import Kind
+from hookline.sites.module_hooks import LOCK, ON_SWEEP
+from hookline.sites.site_info import FunctionSite, Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hookline.sites.functions.function_names import Place
+    from hookline.sites.gradients.call_gradients import CallState
     from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
 _Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
@@ -173,6 +179,122 @@ def _unseen(hook: Any) -> Any:
     return run
 
 
+# -- one call of a function ----------------------------------------------------------------------------------------
+_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
+_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
+_PLAIN: Final = (type(None), bool, int, float, str)
+_Tensors: TypeAlias = tuple[Tensor, ...]
+_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
+
+
+class FunctionHooks(GradientHooks):
+    """The live hooks of one function, in the order they run."""
+
+    def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[HookAtSite]) -> None:
+        self._name = name
+        self._func = func
+        ordered = sorted(entries, key=lambda entry: entry.rank)
+        by_kind = [tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS]
+        self._forward_pre, self._forward, backward_pre, backward = by_kind
+        self.set_gradient_hooks(backward_pre, backward)
+        self.told = ()  # the call itself says what they ask
+        self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
+        """Return the function's result, with its hooks around it; ``run`` is the function itself.
+
+        ``live`` gives the hooks of a function as they are now: a hook before the call may change those after it.
+        """
+        fn = FunctionSite(self._name, self._func, args, kwargs, self._counters)
+        given = _tensors_in((*args, *kwargs.values()) if kwargs else args)
+        inputs = passed = _fire(self._forward_pre, fn, given, ())
+        wiring = GradientCall(self, fn, next_order()) if self.has_gradients and torch.is_grad_enabled() else None
+        if wiring is not None:
+            passed, state = wiring.enter(inputs, {})
+        if passed is not given:
+            args, kwargs = _with_tensors((args, kwargs), passed)
+        output = run(*args, **kwargs)
+        if passed is not inputs:  # an in-place function returns what it was given, an alias
+            originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
+            output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
+        outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
+        now = live(self._func)
+        edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
+        fn.let_go()
+        if wiring is not None:
+            edited = _watch_outputs(wiring, state, edited)
+        return output if edited is outputs else _with_tensors(output, edited)
+
+
+def _tensors_in(values: Iterable[Any]) -> _Tensors:
+    """Return every tensor among the arguments, in containers too, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, _PLAIN):
+            found += tree.tensors_of(value)
+    return tuple(found)
+
+
+def _with_tensors(value: Any, tensors: _Tensors) -> Any:
+    """Return ``value`` with other tensors; lists and dicts in it are copied, since they may be the caller's."""
+    fresh = iter(tensors)
+    return tree.map_tensors(value, lambda _, tensor: next(fresh))
+
+
+def _watch_outputs(wiring: GradientCall, state: CallState, outputs: _Tensors) -> _Tensors:
+    """Watch the gradients of outputs; return the outputs to go on with.
+
+    A leaf (what a factory makes, with ``requires_grad=True``) has none that comes through the function, and has to
+    stay a leaf.
+    """
+    if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
+        return outputs
+    if len(outputs) != 1:
+        watched: _Tensors = wiring.leave(outputs, state)
+        return watched
+    only = wiring.leave(outputs[0], state)
+    return outputs if only is outputs[0] else (only,)
+
+
+def _fire(
+    entries: tuple[HookAtSite, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]
+) -> _Tensors:
+    """Call hooks with ``before`` and the tensors; return the tensors as edited."""
+    for entry in entries:
+        entry.fired += 1
+        shown = fn.seen_from(entry.counter)
+        entry.last_step = shown.step
+        if entry.simple:
+            result = entry.hook(shown, *before, tensors)
+        else:
+            result = entry.call(shown, (*before, tensors), _site(entry, shown))
+        if result is not None and entry.attachment.order_group is _EDIT:
+            tensors = _checked(result, tensors, entry)
+    return tensors
+
+
+def _site(entry: HookAtSite, fn: FunctionSite) -> Site | None:
+    if not entry.attachment.wants_site:
+        return None
+    owner: Any = fn.owner
+    return Site(fn.name, owner, entry.attachment.kind, fn.call, fn.step, fn.recompute)
+
+
+def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
+    """Return a hook's return value as tensors to go on with."""
+    new = tuple(result) if isinstance(result, tuple | list) else (result,)
+    if len(new) == len(tensors) and all(isinstance(item, Tensor) for item in new):
+        return new
+    wanted = "a tensor" if len(tensors) == 1 else f"a tuple of {len(tensors)} tensors"
+    items = f" of ({', '.join(type(item).__name__ for item in new)})" if isinstance(result, tuple | list) else ""
+    raise HookReturnError(
+        f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} must return None or {wanted}, "
+        f"as it was shown, but got {type_name(result)}{items}. With observe=True the return value is ignored."
+    )
+
+
 # -- the scopes of hooks -------------------------------------------------------------------------------------------
 
 
@@ -247,32 +369,6 @@ class Scope(HookContainer):
         if found is None:
             found = self._together[key] = _HooksByFunction((*others, self))
         return found
-
-    def why_silent(self, entry: HookAtSite) -> str:
-        """Return what is known of functions that are never seen."""
-        if self.counter is not NO_MODEL and entry.step_at_attach == NOT_CALLED:
-            return (
-                "the model itself was not called: within= counts what model(x) calls in eager code, and sees neither "
-                "model.forward(x) nor calls of a part of the model; give that part as within=, or leave within= out"
-            )
-        func, last = cast(_HookOnFunction, entry).func, entry.name.rpartition(".")[2]
-        missed = (
-            f"it was not called as such: it may be spelt otherwise (target '*.{last}' takes all spellings), be called "
-            "inside another function of torch, which hides it (hook that one, or the aten operator), or run compiled"
-        )
-        if isinstance(func, _torch.OpOverload):
-            missed = (
-                "the operator never ran in eager code; the model may come by another overload or operator (a Linear "
-                "runs aten.addmm or aten.mm; with gradients on, one that is made of others shows as those)"
-            )
-        elif isinstance(func, type):
-            missed = "it was not applied, or by an `apply` that was kept from before the hook was attached"
-        if not entry.attachment.kind.is_gradient:
-            return missed
-        return (
-            f"{missed}; or no backward pass came through its outputs: reentrant checkpointing repeats a forward where "
-            "none is seen (use_reentrant=False shows all)"
-        )
 
 
 class _State:

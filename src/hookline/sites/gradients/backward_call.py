@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.sites import _torch
-from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.tensor_taps import Tap, behind, checked
 from hookline.sites.hook_at_site import HookContainer, OrderGroup, open_contexts
-from hookline.sites.site_info import Site
+from hookline.sites.site_info import FunctionSite, Site
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads

@@ -31,14 +31,13 @@ behind a gate does it have a share of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hookline import tree
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
-from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.backward_call import BackwardCall, Began, thread
 from hookline.sites.gradients.tensor_taps import (
     IndexedTensor,
@@ -54,6 +53,7 @@ from hookline.sites.gradients.tensor_taps import (
     tap,
     tensors,
 )
+from hookline.sites.site_info import FunctionSite
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
@@ -87,23 +87,6 @@ class CallState(dict[str, Any]):
         if tensor.grad_fn is None:
             return next((index for index, leaf in self.leaves if leaf is tensor), -1)
         return self.edges.get(tensor.grad_fn, {}).get(tensor.output_nr, -1)
-
-
-class CallStateArgs(tuple[Any, ...]):
-    """Positional arguments with a `CallState`, for a call whose keyword arguments cannot be exchanged.
-
-    Where torch puts its own backward hooks around the call, it makes another tuple of this type, item by item; that one
-    takes the state over.
-    """
-
-    state: CallState | None = None
-
-    def __new__(cls, *items: Any) -> Self:
-        new = super().__new__(cls, items)
-        before = _torch.variable_of_caller("args", 1)
-        if isinstance(before, CallStateArgs):
-            new.state = before.state
-        return new
 
 
 class GradientCall(BackwardCall):

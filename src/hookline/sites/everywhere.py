@@ -1,51 +1,48 @@
-"""Attach one hook to every module there is: of the process, or of a model.
+"""Attach one hook to every module of the process, or to every optimizer.
 
-Users call `attach_everywhere`; within a model it is an ``attach`` on everything, before other hooks. For the
-process, torch's own global pre-hook shows us each module the first time it is called, and the hook goes onto
-that module and all below it, like any other. So it keeps every promise of a module hook, and a transformer
-layer that would skip its children in a fused inference path sees their hooks and does not.
+Users call `attach_everywhere`. It hooks the modules that are there, like any others; torch's own global pre-hook shows
+us each that is built later when it is called for the first time. So such a hook keeps every promise of a module hook,
+and a transformer layer that would skip its children in a fused inference path sees their hooks and does not.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hookline.errors import HooklineWarning, OptionError, TargetError
-from hookline.messages import type_name
+from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
-from hookline.sites.attach import attach_to_modules, new_attachment
-from hookline.sites.gradients.call_gradients import CallState, CallStateArgs
+from hookline.sites.attach import new_attachment, register_with_torch
+from hookline.sites.gradients.call_gradients import CallState
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import AttachOptions
+from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
-from hookline.sites.modules.module_hooks import (
+from hookline.sites.module_hooks import (
     FIRST_PRE,
     LAST_PRE,
     LOCK,
-    Row,
     Slot,
     add_entries,
     existing_hooks,
     hooks_of_module,
     sweep,
 )
-from hookline.sites.modules.registration_hooks import register_with_torch
-from hookline.sites.optimizers import hook_optimizers_everywhere
-from hookline.sites.parameters import attach_to_parameters, select_parameters
-from hookline.sites.targets import select, without_scripted
+from hookline.sites.optimizers import hook_optimizers_everywhere, optimizer_entries_everywhere
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.utils.hooks import RemovableHandle
 
-    from hookline.hook_types import Hook, Target
+    from hookline.hook_types import Hook
     from hookline.sites.hook_at_site import Attachment
 
 
@@ -53,26 +50,23 @@ def attach_everywhere(
     hook: Hook,
     *,
     on: str | Kind = Kind.FORWARD,
-    within: nn.Module | None = None,
-    exclude: Target = None,
     prepend: bool = False,
     with_kwargs: bool = False,
     always_call: bool = False,
     observe: bool = False,
     name: str | None = None,
 ) -> HookHandle:
-    """Put a hook on every module of the process, or of one model.
+    """Put a hook on every module of the process.
 
     Recipe::
 
         with hookline.attach_everywhere(hook, on="forward_pre"):
             model(x)
 
-    It runs before the hooks on single modules. The options are those of ``attach``. Without ``within`` it
-    reaches every module that is called in this process from now on, named as seen from the outermost call it
-    was found in; saving and loading, ``param_grad`` and ``exclude`` need ``within``. With ``step_pre`` and
-    ``step_post`` it is put on every optimizer of the process instead; registration hooks also see modules that are
-    built later.
+    It runs before the hooks on single modules. The options are those of ``attach``; for the modules of one model, use
+    ``attach(model, "*", hook)``, which takes the kinds of saving and loading and ``param_grad`` too. Names are those in
+    the outermost module. With ``step_pre`` and ``step_post`` it is put on every optimizer of the process instead;
+    registration hooks also see modules that are built later.
     """
     site_type = OPTIMIZER if str(on) in (Kind.STEP_PRE, Kind.STEP_POST) else MODULE
     attachment = new_attachment(
@@ -89,21 +83,15 @@ def attach_everywhere(
         everywhere=True,
     )
     if site_type is OPTIMIZER:
-        if within is not None or exclude is not None:
-            raise OptionError(f"on={attachment.kind.value!r} is about optimizers: within= and exclude= do not apply.")
         return hook_optimizers_everywhere(attachment)
-    if within is not None:
-        if not isinstance(within, nn.Module):
-            raise TargetError(f"within= takes a torch.nn.Module, got {type_name(within)}.")
-        if attachment.kind is Kind.PARAM_GRAD:
-            return attach_to_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
-        return attach_to_modules(attachment, within, without_scripted(select(within, "*", exclude=exclude), "*"))
     if attachment.kind.is_state or attachment.kind is Kind.PARAM_GRAD:
-        raise OptionError(f"on={attachment.kind.value!r} cannot be hooked process-wide; name a model with within=.")
-    if exclude is not None:
-        raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
+        raise OptionError(f"on={attachment.kind.value!r} goes with the modules of a model: attach(model, '*', hook).")
+    if with_kwargs and attachment.kind is Kind.FORWARD_PRE:
+        raise OptionError("with_kwargs= does not go with on='forward_pre' here; torch shows no keyword arguments.")
     if attachment.kind.is_registration:
+        attachment.entries[HookAtSite(attachment, "(every module)", HookContainer(), NO_MODEL)] = None
         register_with_torch(attachment)
+        _REGISTERED.add(attachment)
         return HookHandle(attachment)
     return _EVERYWHERE.add(attachment)
 
@@ -126,10 +114,8 @@ class _ModulesEverywhere:
             self.generation += 1
             if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
-            if attachment.options.always_call or attachment.kind is Kind.FULL_BACKWARD:
-                # torch decides on these before it calls a pre-hook, so first sight comes too late for one call.
-                for model in _existing_models():
-                    self._cover(model)
+            for model in _existing_models():
+                self._cover(model)
             return HookHandle(attachment)
 
     def drop(self, attachment: Attachment) -> None:
@@ -139,7 +125,10 @@ class _ModulesEverywhere:
             self._global = None
 
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Hook a module, and all below it, before its call gets to its forward."""
+        """Hook a module that is not, and all below it, as its call begins; run its own pre-hooks.
+
+        The list that torch goes through in this call is made already.
+        """
         if is_dynamo_compiling():
             if not _has_slot(module):
                 _warn_compiled(type(module))
@@ -152,12 +141,17 @@ class _ModulesEverywhere:
             return None  # which runs no Python hooks
         if isinstance(module, torch.fx.GraphModule) and _torch.in_compiled_code():
             return None  # a graph that compiled code runs: a module, though of no model
-        before = {row: row.slot_on(module) for row in (FIRST_PRE, LAST_PRE)}
+        unhooked = [row for row in (FIRST_PRE, LAST_PRE) if row.slot_on(module) is None]
         with LOCK:
             self._cover(module)
-        if inner is not module:
-            return None  # a wrapper: the call of what it wraps is still to come
-        return _run_now(_take_part(module, before), module, args)
+        new = args
+        for row in unhooked:
+            slot = row.slot_on(module)  # none on a wrapper: the call of what it wraps is still to come
+            result = None if slot is None else slot(module, new, {})
+            if slot is not None and result is not None:
+                new, noted = result
+                slot.module_hooks.noted = noted if isinstance(noted, CallState) else None
+        return None if new is args else new
 
     def _cover(self, model: nn.Module) -> None:
         reachable = [named for named in clean_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
@@ -175,22 +169,6 @@ def _has_slot(module: nn.Module) -> bool:
     return any(isinstance(hook, Slot) for hook in hooks)
 
 
-def _take_part(module: nn.Module, before: dict[Row, Slot | None]) -> list[Slot]:
-    """Let new pre-hooks take part in the call that torch is about to make; return the slots it does not know of.
-
-    It goes through a list of the slots that were there ``before``.
-    """
-    fresh: list[Slot] = []
-    for row, known in before.items():
-        slot = row.slot_on(module)
-        if slot is not None and known is None:
-            fresh.append(slot)
-        elif slot is not None and known is not None and known is not slot:
-            known.become(slot)
-            getattr(module, row.hooks)[row.hook_id] = known
-    return fresh
-
-
 @_torch.constant_while_tracing
 def _warn_compiled(cls: type) -> None:
     """Warn, once for each set of process-wide hooks, that compiled code is not reached."""
@@ -198,7 +176,7 @@ def _warn_compiled(cls: type) -> None:
         _EVERYWHERE.said = _EVERYWHERE.generation
         warnings.warn(
             f"A {cls.__name__} is being compiled that attach_everywhere has not met before: its hooks will not fire "
-            "there. Give it the model, attach_everywhere(hook, within=model), or call the model once uncompiled.",
+            "there. Use attach(model, '*', hook), or call the model once uncompiled.",
             HooklineWarning,
             stacklevel=2,
         )
@@ -206,7 +184,13 @@ def _warn_compiled(cls: type) -> None:
 
 def _existing_models() -> list[nn.Module]:
     """Return the outermost modules that are alive in this process."""
-    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
+    modules = [
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), nn.Module)
+        and "_modules" in vars(item)
+        and not isinstance(item, torch.fx.GraphModule)  # of which the compiler keeps many
+    ]
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
@@ -218,33 +202,18 @@ def _carries(module: nn.Module, attachment: Attachment) -> bool:
     )
 
 
-def _run_now(slots: list[Slot], module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Run pre-hooks that came too late for the list torch is going through."""
-    if not slots:
-        return None
-    given = args
-    kwargs = _torch.kwargs_of_call()
-    for slot in slots:
-        result = slot(module, args, kwargs)
-        if result is None:
-            continue
-        args, named = result
-        if isinstance(named, CallState):
-            args = CallStateArgs(*args)
-            args.state = named
-        if named is not kwargs:
-            new = dict(named)
-            kwargs.clear()
-            kwargs.update(new)
-    return None if args is given else args
-
-
 _EVERYWHERE = _ModulesEverywhere()
 
 
-def attachments_everywhere() -> tuple[Attachment, ...]:
-    """Return the hooks on every module of the process."""
-    return _EVERYWHERE.attachments
+_REGISTERED: Final[WeakSet[Attachment]] = WeakSet()
+"""Those that torch calls where something is stored in a module; it keeps them while they are on."""
+
+
+def attachments_everywhere() -> Iterator[Attachment]:
+    """Yield the hooks on every module of the process, and on every optimizer."""
+    yield from _EVERYWHERE.attachments
+    yield from (attachment for attachment in tuple(_REGISTERED) if not attachment.removed)
+    yield from (entry.attachment for entry in optimizer_entries_everywhere())
 
 
 _torch.leave_to_python(_ModulesEverywhere._first_sight)

@@ -20,7 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS,
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
+    from hookline.sites.functions.function_mode import Scope
     from hookline.sites.hook_at_site import Attachment
 
 LOCK: Final = threading.RLock()
@@ -85,11 +86,6 @@ class Slot:
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         return None
-
-    def become(self, other: Slot) -> None:
-        """Take over everything of ``other``, which has replaced it: for a slot that torch is about to call."""
-        for name in Slot.__slots__:
-            setattr(self, name, getattr(other, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()  # a copied or pickled model carries no hooks of ours
@@ -211,7 +207,9 @@ class LastForwardSlot(Slot):
             began = thread(), next_order(), 0
         if began is not None and tap_output(module_hooks, began, module, output):
             return None
-        state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
+        state = kwargs if isinstance(kwargs, CallState) else module_hooks.noted
+        if module_hooks.noted is not None:
+            module_hooks.noted = None
         if state is None:
             call = GradientCall(module_hooks, module, next_order() if late else module_hooks.entered)
             state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
@@ -431,19 +429,6 @@ for _class in (*(row.make for row in _ROWS), Inert):
 # -- what is around the whole call ---------------------------------------------------------------------------------
 
 
-class AroundCall(Protocol):
-    """Something that is on for the time of a call."""
-
-    def enter(self) -> None:
-        """Begin, as a call begins in this thread."""
-
-    def leave(self) -> None:
-        """End, as the call is over, however it ended."""
-
-    def entries(self) -> Iterator[HookAtSite]:
-        """Return one entry of each hook that it is there for."""
-
-
 class _Attempt:
     """One call under way: its values so far, and which of the hooks have run."""
 
@@ -558,7 +543,7 @@ class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
     guard: CallGuard | None = None
-    around: AroundCall | None = None
+    around: Scope | None = None
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
     counter: ForwardCounter | None = None
     """Set while hooks are attached with this module as the model."""
@@ -566,6 +551,8 @@ class ModuleHooks(GradientHooks):
     """The counters of models whose own forward is not called: calls of this part of them begin their steps."""
     replaced: Slot | None = None
     """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
+    noted: CallState | None = None
+    """What was noted of the call that has shown the module to hooks on every module, which torch does not hand on."""
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
 
@@ -654,7 +641,7 @@ class ModuleHooks(GradientHooks):
         self.stands_in_for = (*others, counter) if wanted else others
         self._sync(_FORWARD_PRE)
 
-    def set_around(self, around: AroundCall | None) -> None:
+    def set_around(self, around: Scope | None) -> None:
         """Enter ``around`` before each call from the next one on, and leave it after."""
         self.around = around
         self._sync(_FORWARD_PRE)

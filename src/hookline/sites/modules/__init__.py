@@ -1,1 +1,0 @@
-"""Call hooks on modules: one table of hooks for each module, at most four torch hooks."""
