@@ -23,6 +23,7 @@ from importing import importing
 from managing import managing
 from measure import Row
 from rank_rows import ranks
+from replaying import replaying
 from serving import serving
 from subject import Setting
 from threads import threads
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "adapters": adapters,
     "emitting": emitting,
     "emitting_five": emitting_five,
+    "replaying": replaying,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "analyses": analyses,

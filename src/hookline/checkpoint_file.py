@@ -149,7 +149,7 @@ def _check_sum(path: Path) -> None:
     if version != _VERSION and version.isdigit():
         raise ResumeError(
             f"{path} is a checkpoint of version {version.decode()}, and this hookline reads version "
-            f"{_VERSION.decode()}. Next: go on with the hookline that wrote it, or begin a run in another folder."
+            f"{_VERSION.decode()}. Next: continue with the hookline that wrote it, or begin a run in another folder."
         )
     if end != _MARK + _VERSION + found.to_bytes(4, "little"):
         raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")

@@ -87,7 +87,7 @@ class Hint(Enum):
     """
 
     LIST_MODULES = "See all: print(hookline.find(model))."
-    RESUME_ANYWAY = "To go on all the same: Checkpoints(..., force=True)."
+    RESUME_ANYWAY = "To continue anyway: Checkpoints(..., force=True)."
     REFERENCE_WEIGHTS = "Give it some: HookManager(reference_weights=...)."
     LATER_FAILURES = "Further failures are counted in manager.hooks.errors."
 

@@ -107,4 +107,4 @@ def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypat
 
     monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 130
-    assert "Stopped at once, without saving; there is no checkpoint to go on from." in capsys.readouterr().out
+    assert "Stopped at once, without saving; there is no checkpoint to continue from." in capsys.readouterr().out

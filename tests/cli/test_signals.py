@@ -70,7 +70,7 @@ def test_a_stopped_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path, whole,
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
-    assert f"Stopped by {signal.Signals(number).name}, and saved. To go on: hookline run " in out
+    assert f"Stopped by {signal.Signals(number).name}, and saved. To continue: hookline run " in out
     assert "--resume" in out
     assert "Traceback" not in err
     folder = tmp_path / "runs" / "tiny" / "forward"

@@ -106,7 +106,7 @@ def test_a_flush_is_one_gather_and_printing_is_none(ranks):
     for rank, found in enumerate(ranks):
         made, foot = found["flushes"]
         assert made == [1, 1, 1, 1]
-        assert foot.startswith(f"rank {rank} of 4 alone")
+        assert foot.startswith(f"only rank {rank} of 4")
 
 
 def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it(ranks):

@@ -58,7 +58,7 @@ def _exit_in_the_middle(loop: _Loop) -> list[str]:
             warnings.simplefilter("always")
             run._close_at_end()
         del os.environ["HOOKLINE_RANK_TIMEOUT"]
-        told = [str(one.message) for one in caught if "alone" in str(one.message)]
+        told = [str(one.message) for one in caught if "only of rank" in str(one.message)]
     dist.barrier()
     run.__exit__(RuntimeError, RuntimeError("the other rank is gone"), None)
     return told
@@ -91,6 +91,6 @@ def follow_and_leave() -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             second.close()
-        found["told"] = [str(one.message) for one in caught if "alone" in str(one.message)]
+        found["told"] = [str(one.message) for one in caught if "only of rank" in str(one.message)]
         found["alone"] = metrics_of(lonely)
     return found

@@ -26,7 +26,7 @@ def test_metrics_of_one_rank_alone_are_marked(both: list[dict[str, Any]]) -> Non
     """Rank 1 has left without closing: rank 0 writes its own, says which, and the record says so too."""
     metrics, (told, *more) = both[0]["alone"], both[0]["told"]
     assert metrics["one/of_each", "POST_STEP", 2] == 1.0
-    assert "of rank 0 alone" in told
+    assert "only of rank 0" in told
     assert "beginning with metrics of steps 0 to 2" in told
     assert "Next: call close() of the run on every rank, before destroy_process_group()" in told
     assert not more
@@ -43,5 +43,5 @@ def test_a_model_in_join_is_warned_of(both: list[dict[str, Any]]) -> None:
 def test_a_process_that_ends_in_the_middle_does_not_wait_for_ranks_that_train(both: list[dict[str, Any]]) -> None:
     """As ``sys.exit(1)`` on one rank: the others wait for it in a collective of DDP, so it has to go."""
     (told,) = both[1]["exited"]
-    assert "of rank 1 alone" in told
+    assert "only of rank 1" in told
     assert "rank 0 did not end" in told

@@ -49,7 +49,7 @@ def test_accelerate_on_rank_0_alone_waits_for_nobody_and_says_what_is_missing(bo
     assert {step: resumed[step] for step in (2, 3)} == {2: [3, 102], 3: [4, 202]}
     assert told == []
     assert len(told_second) == 1
-    assert "is of rank 0 alone, and rank 1 goes on with it" in told_second[0]
+    assert "is only of rank 0, and rank 1 continues with it" in told_second[0]
 
 
 def test_lightning_goes_on_with_the_state_of_each_rank(both: list[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_goes_on_with_rank_0_and_is_told(both: list[dict
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hook = CountsByRank()
     with hl.follow(model, optimizer, [hook], sinks=[]) as run:
-        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run goes on with 1"):
+        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run continues with 1"):
             run.load_state_dict(both[0]["followed_loop"]["every"])
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

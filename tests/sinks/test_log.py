@@ -231,7 +231,7 @@ def test_two_processes_do_not_write_one_log(tmp_path):
     first.stdout.readline()
     list(read_log(path))  # who reads it does not set it free
     with pytest.raises(
-        OptionError, match=r"is being written already, here or by another process.*this run a folder of its own"
+        OptionError, match=r"is being written already, here or by another process.*this run its own folder"
     ):
         RecordLog(path)
     first.kill()

@@ -68,7 +68,7 @@ def test_a_receipt_counts_firings_and_the_last_step():
     assert (receipt.fired, receipt.last_step) == (6, 2)
     assert [(site.name, site.fired, site.last_step) for site in receipt.sites] == [("0", 3, 2), ("1", 3, 2)]
     assert receipt.silent == ()
-    assert str(receipt) == "mine (forward): matched 2, attached 2, fired 6, last at step 2"
+    assert str(receipt) == "mine (forward): matched 2 sites, fired 6 times, last at step 2"
     handle.remove()
     assert handle.report().attached == 0
     assert handle.report().fired == 6

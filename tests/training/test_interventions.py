@@ -166,7 +166,7 @@ def test_disable_switches_the_hook_off_and_logs_it(caplog):
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert [record.getMessage() for record in caplog.records] == [
-        "Hook 'fails' raised; it is switched off and the run goes on"
+        "Hook 'fails' raised; it is switched off and the run continues"
     ]
     assert len(hook.seen) == 1
     assert manager.hooks.errors == {"fails": 1}

@@ -451,9 +451,9 @@ class SubspaceGradientInfoHook(ReferenceHook, Analysis):
         ("top10_explained", "share of the strongest 10", "Σ₁..10 σ² / Σσ²"),
         ("grad_energy_fraction_toward_solution", "share of the variation that points at the reference",
          "Σ σ²(v·d)² / Σσ², d of the unit vector to the reference", "1: all of it; 0: none"),
-        ("top1_energy_fraction_toward_solution", "the same of the strongest 1 alone", "Σ₁..1 σ²(v·d)² / Σσ²"),
-        ("top5_energy_fraction_toward_solution", "the same of the strongest 5 alone", "Σ₁..5 σ²(v·d)² / Σσ²"),
-        ("top10_energy_fraction_toward_solution", "the same of the strongest 10 alone", "Σ₁..10 σ²(v·d)² / Σσ²"),
+        ("top1_energy_fraction_toward_solution", "the same for the strongest 1 only", "Σ₁..1 σ²(v·d)² / Σσ²"),
+        ("top5_energy_fraction_toward_solution", "the same for the strongest 5 only", "Σ₁..5 σ²(v·d)² / Σσ²"),
+        ("top10_energy_fraction_toward_solution", "the same for the strongest 10 only", "Σ₁..10 σ²(v·d)² / Σσ²"),
     )  # fmt: skip
 
     def __init__(self, window_size: int = 50, n_components: int = 20, max_gib: float = 8.0) -> None:

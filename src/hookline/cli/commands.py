@@ -248,7 +248,7 @@ def doctor(arguments: Sequence[str]) -> int:
 # -- audit: which hook changes a run ----------------------------------------------------------------------------
 
 
-_OF_AUDITS: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE, "cannot be told": NOT_ATTACHED}
+_OF_AUDITS: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE, "undecided": NOT_ATTACHED}
 
 
 @dataclass
@@ -256,7 +256,7 @@ class AuditOptions:
     """Train with and without hooks, compare bit for bit after every step, and name the hook that changes the run.
 
     Exit codes: 0 the same to the last bit, 1 a hook changes the run, 2 the training does not repeat by itself, 3 it
-    cannot be told, as a hook did not fire.
+    undecided, as a hook did not fire.
 
     Examples:
       hookline audit my_run.yaml                                    # the hooks of a run file

@@ -21,7 +21,7 @@ NOT_ATTACHED: Final = 3
 """A script has run to its end, and not all that was asked for could be attached to its model."""
 
 COMMANDS: Final = {
-    "run": "train an experiment, or a script of your own, with hooks",
+    "run": "train an experiment, or your own script, with hooks",
     "hooks": "list the hooks there are, or describe some",
     "find": "show the modules of a model that a pattern matches",
     "doctor": "say who hooks what in a model, and where no hook would fire",
@@ -29,7 +29,7 @@ COMMANDS: Final = {
     "check": "check a run file, or a file of hooks",
     "serve": "serve a model over HTTP, with hooks",
     "report": "make the HTML page of one or more runs",
-    "compare": "find where two traced runs part, and whether that is rounding",
+    "compare": "find where two traced runs diverge, and whether that is rounding",
     "parity": "say how far a trainer's model and an engine are apart, and why",
     "replay": "feed a run's records to another destination",
     "new": "write a file to start from: experiment, hook or sink",

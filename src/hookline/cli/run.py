@@ -82,7 +82,7 @@ def _train(asked: Asked, arguments: Sequence[str]) -> int:
         for line in [*failed_hooks(run, ended.folder), *lines, *(f"  {line}" for line in findings or ())]:
             screen.say(line)
         if ended.interrupted is not None:
-            screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {_resuming(run, found.path)}")
+            screen.say(f"Stopped by {ended.interrupted}, and saved. To continue: {_resuming(run, found.path)}")
             return _STOPPED.get(ended.interrupted, 1)
     page = folders[0].parent / "comparison.html"
     if len(folders) > 1 and has_page and write_page(folders, page) is not None:

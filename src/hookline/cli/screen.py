@@ -34,7 +34,7 @@ _JSON_VERSION: Final = 2
 """Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _HINTS: Final = {
-    Hint.RESUME_ANYWAY: "To go on all the same: --force.",
+    Hint.RESUME_ANYWAY: "To continue anyway: --force.",
     Hint.REFERENCE_WEIGHTS: "Give it some: --hook-config reference_weights.path=FILE.",
     Hint.LATER_FAILURES: "Further failures are counted in run.json.",
 }

@@ -255,7 +255,7 @@ class ExportQueue(ExportSink):
             with torch.inference_mode(False), torch.no_grad():
                 self._shards.add(item)
         except Exception as error:
-            logger.error("Export stops, and the run goes on: %s: %s", type(error).__name__, error)
+            logger.error("Export stops, and the run continues: %s: %s", type(error).__name__, error)
             with self._lock:
                 self._stopped, self._errors = str(error), 1
                 self._dropped += self._shards.outputs

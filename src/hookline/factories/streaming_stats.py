@@ -395,7 +395,7 @@ class _StatsLog:
         try:
             self._file.write(json_line({"time": time.time(), "forwards": forwards, **metrics}))
         except OSError as error:
-            logger.error("The file of statistics cannot be written, and the run goes on: %s", error)
+            logger.error("The file of statistics cannot be written, and the run continues: %s", error)
 
     def close(self, metrics: dict[str, float], forwards: int) -> None:
         """Write the last line, if there were forwards after the one before; may be called again."""

@@ -344,7 +344,7 @@ def _check_scope(scope: str) -> str:
 def _forbidden_message(receipt: GuardReceipt, forbidden: list[StateChange]) -> str:
     """Return the text of the error about changes that the declared scope does not allow."""
     lost = [change.name for change in forbidden if change.name not in receipt.restored]
-    fate = f"No copy was taken of {first_names(lost)}: the run cannot go on." if lost else "All of it was put back."
+    fate = f"No copy was taken of {first_names(lost)}: the run cannot continue." if lost else "All of it was put back."
     only_grads = receipt.scope == "reads" and all("gradient" in change.kind for change in forbidden)
     wider = "scope='grads' or 'trains'" if only_grads else "scope='trains'"
     return (

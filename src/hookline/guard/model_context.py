@@ -158,7 +158,7 @@ class ModelDataContext:
         """
         if self._pre_epoch is None:
             raise LifecycleError(
-                "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
+                "restore_pre_epoch() goes back to before the epoch, and that was not saved. "
                 "Next: set needs_pre_epoch_state = True on the hook, and take the epoch loop."
             )
         self._pre_epoch.go_back("restore_pre_epoch(): something since")

@@ -759,6 +759,6 @@ def raise_if_lost(who: str, lost: Mapping[str, str]) -> None:
     if lost:
         shown = first_names([f"{name} ({reason})" for name, reason in lost.items()])
         raise GuardError(
-            f"{who} has changed what cannot be put back: {shown}; all else was. The run cannot go on as if nothing "
+            f"{who} has changed what cannot be put back: {shown}; all else was. The run cannot continue as if nothing "
             "had happened. Next: do that to a copy."
         )

@@ -634,7 +634,7 @@ def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     run.load_state_dict(state["run"])
     if step is not None and manager.global_step != step - 1:
         warn_user(
-            f"The state of the hooks is of {manager.global_step + 1} steps, and the run goes on after {step}; "
+            f"The state of the hooks is of {manager.global_step + 1} steps, and the run continues after {step}; "
             "schedules follow the run."
         )
         manager.global_step = step - 1
@@ -648,15 +648,15 @@ def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
     if about["count"] != ranks.size:
         if ranks.rank == 0:
             warn_user(
-                f"The state of the hooks was saved by {about['count']} ranks, and the run goes on with {ranks.size}: "
-                f"all go on with the state of rank {about.get('rank', 0)}."
+                f"The state of the hooks was saved by {about['count']} ranks, and the run continues with {ranks.size}: "
+                f"all continue with the state of rank {about.get('rank', 0)}."
             )
     elif "by_rank" in about:
         found = about["by_rank"][ranks.rank]
     elif about["rank"] != ranks.rank:
         warn_user(
-            f"The state of the hooks is of rank {about['rank']} alone, and rank {ranks.rank} goes on with it. Next: "
-            "save on every rank, by state_dict(all_ranks=True)."
+            f"The state of the hooks is only of rank {about['rank']}, and rank {ranks.rank} continues with it. "
+            "Next: save on every rank, by state_dict(all_ranks=True)."
         )
     return found
 

@@ -241,9 +241,7 @@ def _find_trainer(callback: HooklineCallback) -> tuple[Any, Path | None]:
             folder = frame.f_locals.get("resume_from_checkpoint")
             return caller, Path(folder) if isinstance(folder, str | Path) else None
         frame = frame.f_back
-    raise LifecycleError(
-        "HooklineCallback is called by no transformers.Trainer. Next: HostRun, for a trainer of your own."
-    )
+    raise LifecycleError("HooklineCallback is called by no transformers.Trainer. Next: HostRun, for your own trainer.")
 
 
 def _sums_of(trainer: Any) -> dict[str, Any]:

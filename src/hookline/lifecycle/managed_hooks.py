@@ -49,7 +49,7 @@ logger = logging.getLogger("hookline.lifecycle.firing")
 
 _CPU: Final = torch.device("cpu")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-_CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
+_CONSEQUENCES: Final = {"warn": "stays on and the run continues", "disable": "is switched off and the run continues"}
 
 
 # -- the hooks of a point ---------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Plan(ShownAsTable):
         found = HookPoint.of(point)
         if self._undecided:
             name = self._undecided[0]
-            raise LifecycleError(f"Hook {name!r} has loop_points alone, so HookManager(loop_type=) has to be given.")
+            raise LifecycleError(f"Hook {name!r} has only loop_points, so HookManager(loop_type=) has to be given.")
         return self.known[found]
 
     @property
@@ -472,7 +472,7 @@ class ManagedHooks(dict[str, "TrainingHook"]):
         else:
             undone = "what it did is undone, " if planned.intervenes else ""
             sentence = (
-                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run goes on."
+                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues."
             )
             policy.warn_later(name, sentence, hint=Hint.LATER_FAILURES)
         return True
@@ -510,7 +510,7 @@ class ManagedHooks(dict[str, "TrainingHook"]):
             policy.count(name, error, "in start(model)")  # no traceback: most often the model has no such module
             if policy.on_error == "disable":
                 policy.disabled.add(name)
-            policy.warn_later(f"start of {name}", f"Hook {name!r} could not be started: {text}; the run goes on.")
+            policy.warn_later(f"start of {name}", f"Hook {name!r} could not be started: {text}; the run continues.")
             ranks.hold(name, f"{text} in start(model)")
         if policy.on_error != "raise" and not ranks.is_single:
             ranks.reduce({}, "hooks that cannot start")

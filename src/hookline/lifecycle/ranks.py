@@ -279,7 +279,7 @@ class RankSync(OneProcess):
         """Say that records are of this rank alone: the run has not ended on all ranks, or some are gone."""
         self.is_lost = True
         self.last_words = (
-            f"Metrics are of rank {self.rank} alone from here on, {which}: {reason}. Next: call close() of the run on "
+            f"Metrics are only of rank {self.rank} from here on, {which}: {reason}. Next: call close() of the run on "
             "every rank, before destroy_process_group()."
         )
         stop_reaching()  # what hooks exchange themselves is of this rank alone too

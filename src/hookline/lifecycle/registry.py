@@ -282,7 +282,7 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
     gives = cls.get_state_tensors is not TrainingHook.get_state_tensors
     if gives and all(getattr(cls, n) is getattr(TrainingHook, n) for n in ("set_state_tensors", "load_state_dict")):
         raise HookSignatureError(
-            f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
+            f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would continue "
             "without: define set_state_tensors(self, tensors)."
         )
     _check_call(cls, "compute", 1)

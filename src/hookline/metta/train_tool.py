@@ -166,7 +166,7 @@ class StatsReporter:
         in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
 
         Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and is not reset if
-        it could not be read; the others go on. A sink that raises is logged, and the others get theirs.
+        it could not be read; the others continue. A sink that raises is logged, and the others get theirs.
 
         Args:
             epoch: Its number; one more than the last if left out.
@@ -197,7 +197,7 @@ class StatsReporter:
         except Exception:
             if failure not in self._logged:
                 self._logged.add(failure)
-                logger.exception("%s at the end of epoch %d; the others go on", failure, self._epoch)
+                logger.exception("%s at the end of epoch %d; the others continue", failure, self._epoch)
             return None
 
     def _trackers(self) -> Iterator[Any]:

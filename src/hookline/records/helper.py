@@ -46,7 +46,7 @@ def sink_recipe(sink: Any, name: str) -> dict[str, Any]:
     cls = type(sink)
     module = sys.modules.get(cls.__module__)
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ or module is None:
-        raise OptionError(f"{cls.__qualname__} cannot be imported elsewhere; put it at the top of a module of its own.")
+        raise OptionError(f"{cls.__qualname__} cannot be imported elsewhere; put it at the top level of a module.")
     try:
         options = sink.options()
         dumps(options)

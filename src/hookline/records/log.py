@@ -560,7 +560,7 @@ def _lock_for(path: Path) -> FileLock:
     if lock is None:
         raise OptionError(
             f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
-            "the manager that writes it, or give this run a folder of its own."
+            "the manager that writes it, or give this run its own folder."
         )
     return lock
 
@@ -951,8 +951,8 @@ class FanOut:
             self._errors.count("log", error)
             self._errors.warn_later(
                 "log",
-                f"THE RECORD LOG {self.log} CANNOT BE WRITTEN ({error}); the run and its sinks go on. Records are kept "
-                "in memory and written as soon as that works. Make room, or give a folder that can be written.",
+                f"THE RECORD LOG {self.log} CANNOT BE WRITTEN ({error}); the run and its sinks continue. Records are "
+                "kept in memory and written as soon as that works. Make room, or give a folder that can be written.",
             )
         self._log_error = error
 
@@ -968,13 +968,13 @@ class FanOut:
             # For a full disk or a missing package the sentence is enough; a mistake in a sink needs its traceback.
             is_clear = isinstance(error, OSError | OptionError | MissingPackageError)
             level = logging.INFO if is_clear else logging.ERROR
-            logger.log(level, "%s could not %s; the run goes on", name, what, exc_info=error)
+            logger.log(level, "%s could not %s; the run continues", name, what, exc_info=error)
 
 
 def failure_text(name: str, what: str, why: str) -> str:
     """Return the sentence that says that the sink ``name`` could not do something."""
     return (
-        f"{name} could not {what} ({why}); the run and the other sinks go on. Further failures are counted in "
+        f"{name} could not {what} ({why}); the run and the other sinks continue. Further failures are counted in "
         "manager.fan_out.errors."
     )
 

@@ -304,7 +304,7 @@ def sink_class(name: str) -> Any:
             return point.load()
     if ":" not in name and "." not in name:
         raise OptionError(
-            f"Unknown sink {name!r}.{unknown_name_text(name, sink_names())} One of your own: package.module:Class."
+            f"Unknown sink {name!r}.{unknown_name_text(name, sink_names())} Your own: package.module:Class."
         )
     if ":" not in name and not name.endswith(".py"):
         name = ":".join(name.rsplit(".", 1))

@@ -88,7 +88,7 @@ class FoundExperiment:
     def option(self, name: str, value: Any) -> Any:
         """Return the value of an option as it is declared; raise if there is none of that name."""
         if self.config_class is None:
-            raise ConfigError(f"{self.name} takes no options of its own.")
+            raise ConfigError(f"{self.name} takes no options.")
         if name not in self.options:
             known = unknown_name_text(name, list(self.options))
             raise ConfigError(f"{self.config_class.__qualname__} has no {name!r}.{known}")
@@ -106,7 +106,7 @@ def find_experiment(path: str) -> FoundExperiment:
         if path in _LAUNCHERS or shutil.which(path):
             raise OptionError(f"{path} is a program, which stands behind --: hookline run -- {path} train.py.")
         raise OptionError(
-            f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} One of your own: "
+            f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} Your own: "
             "path/file.py:Class. EXPERIMENT comes before its flags."
         )
     if path.endswith(".py") and Path(path).is_file() and not _EXPERIMENT.search(Path(path).read_bytes()):
@@ -429,7 +429,7 @@ def local_device(name: str | None) -> str | None:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise OptionError(
-            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Next: "
+            f"Process {local} of this machine has no GPU to itself: there are {torch.cuda.device_count()}. Next: "
             f"torchrun --nproc-per-node {torch.cuda.device_count()}, or --device cpu."
         )
     return f"cuda:{local}"

@@ -43,7 +43,7 @@ _EXPERIMENT: Final = Option(
     "experiment",
     str,
     "A name (mod_arithmetic), path/file.py:Class, file.py:function, package.module:Class, or a run file "
-    "(.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py.",
+    "(.yaml, .toml, .json); or your own script behind --, such as -- python train.py.",
     None,
     Show("EXPERIMENT | -- COMMAND", is_word=True, group="Arguments"),
     ("experiment",),

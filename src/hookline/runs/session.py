@@ -213,13 +213,13 @@ def _after_failure(folder: Path, manager: HookManager) -> str:
             "on)."
         )
     if checkpoints_in(folder):
-        lines.append("To go on from its last checkpoint: --resume.")
+        lines.append("To continue from its last checkpoint: --resume.")
     return " ".join(lines)
 
 
 def _left_at_once(folder: Path) -> str:
     newest = max(checkpoints_in(folder), default=None)
-    there = "there is no checkpoint to go on from" if newest is None else f"--resume goes on from {newest}"
+    there = "there is no checkpoint to continue from" if newest is None else f"--resume continues from {newest}"
     return f"Stopped at once, without saving; {there}."
 
 

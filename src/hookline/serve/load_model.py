@@ -52,7 +52,7 @@ def load(
     if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(
             f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
-            "prompts of token ids alone: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
+            "prompts of token ids only: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
         )
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     with _telling(folder) as transformers:

@@ -164,7 +164,7 @@ def _probe(forward: BatchForward, *, batches: bool) -> dict[StateSource, Tensor]
     except Exception as error:
         raise OptionError(
             f"{kind} cannot be served: it fails on a few tokens with a DynamicCache, which keeps keys and values of "
-            f"attention alone ({type(error).__name__}: {error})."
+            f"attention only ({type(error).__name__}: {error})."
         ) from error
     if batches and not _agree(logits, others):
         raise OptionError(

@@ -206,7 +206,7 @@ class Engine:
             for row in ticket.rows:
                 if row.request.id in in_use:
                     raise OptionError(
-                        f"A request {row.request.id!r} is waiting or running already; give each an id of its own."
+                        f"A request {row.request.id!r} is waiting or running already; give each its own id."
                     )
                 in_use.add(row.request.id)
             if ticket.nbytes > self._captured_bytes:

@@ -110,7 +110,7 @@ class AttentionParts:
         """Note that a part has hooks, or has none; the first switches all on, the last off."""
         module, had = self._module(), bool(self._hooked)
         if hooked and module is not None and part in (self.pattern, self.attn_out) and _served_layer(module):
-            raise UnhookableError("The attention of vLLM has kernels of its own: q, k, v and z work, no pattern.")
+            raise UnhookableError("The attention of vLLM has its own kernels: q, k, v and z work, no pattern.")
         (self._hooked.add if hooked else self._hooked.discard)(part)
         if module is not None and bool(self._hooked) is not had:
             (self._switch_off if had else self._switch_on)(module)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from torch import nn
 
 from hookline.errors import HookNeverFired, help_line
-from hookline.messages import caller_stacklevel, listed
+from hookline.messages import caller_stacklevel, counted, listed
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
@@ -86,8 +86,10 @@ class Receipt:
         return tuple(site.name for site in self.sites if not site.fired)
 
     def __str__(self) -> str:
-        last = f", last at step {self.last_step}" if self.last_step is not None else "" if self.fired else ", never"
-        counts = f"matched {self.matched}, attached {self.attached}, fired {self.fired}"
+        last = f", last at step {self.last_step}" if self.last_step is not None else ""
+        if self.attached < self.matched:
+            last += f", {self.attached} still on" if self.attached else ", removed"
+        counts = f"matched {counted(self.matched, 'site')}, fired {counted(self.fired, 'time')}"
         return f"{self.name} ({self.kind}): {counts}{last}"
 
     def __repr__(self) -> str:

@@ -46,8 +46,8 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
         raise HookSignatureError(f"A hook has to be callable, got {shown}.")
     if _runs_later(_code_of(hook)):
         raise HookSignatureError(
-            f"{hook_name(hook)} is async or a generator: a call of it runs nothing, and nobody would wait for it or go "
-            "through it. Make it a plain function."
+            f"{hook_name(hook)} is async or a generator: a call of it runs nothing, as no code would "
+            "await or iterate it. Make it a plain function."
         )
     try:
         signature = inspect.signature(hook)

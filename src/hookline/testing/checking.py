@@ -58,7 +58,7 @@ _CHECKS: Final = {
     ),
     "inert": (
         "The run is the same with the hook and without, to the last bit, and no hook is left on the model",
-        "work on copies, put modes back, draw from a generator of its own, remove in finish() what start() attached; "
+        "work on copies, put modes back, draw from its own generator, remove in finish() what start() attached; "
         "or make it an InterventionHook: whatever that does is undone",
     ),
     "reset": (
@@ -67,18 +67,18 @@ _CHECKS: Final = {
     ),
     "order": (
         "Metrics are the same whichever hooks run before and after",
-        "draw random numbers from a generator of its own, and keep nothing where other hooks can reach it",
+        "draw random numbers from its own generator, and keep nothing where other hooks can reach it",
     ),
     "offload": (
         "Metrics are the same when state tensors wait elsewhere between firings, and come back as other objects",
         "read state tensors anew at every firing, and take back in set_state_tensors() all that was handed out",
     ),
     "state": (
-        "A run that is saved and goes on in another process gives the metrics of one that was not",
+        "A run that is saved and continues in another process gives the metrics of one that was not",
         "hand out in state_dict(), or get_state_tensors(), all that is kept between firings, and take it back",
     ),
     "described": (
-        "describe_metrics() tells what each metric means",
+        "describe_metrics() explains each metric",
         "return [MetricInfo('norm', 'what it measures'), …] there; 'norm/{layer}' stands for all of that kind",
     ),
 }

@@ -147,7 +147,7 @@ class Checkpoints:
             for damaged, why in failed:
                 with suppress(OSError):  # or it would be the newest again
                     damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
-                warn_user(f"{why} The run goes on from {path.name} instead.")
+                warn_user(f"{why} The run continues from {path.name} instead.")
             return path, tree
         if failed:
             tried = "\n".join(f"  {why}" for _, why in failed)
@@ -303,8 +303,8 @@ def read_checkpoint(
         raise CheckpointError(f"{path} is not whole: it has not the files of {saved} ranks.")
     if saved != count:
         raise ResumeError(
-            f"{path} was saved by {_processes(saved)}, and {_processes(count)} would go on with it. Next: resume with "
-            f"{_processes(saved)}, or begin a run in another folder."
+            f"{path} was saved by {_processes(saved)}, and {_processes(count)} would continue with it. Next: resume "
+            f"with {_processes(saved)}, or begin a run in another folder."
         )
     tree = first
     if rank > 0:
@@ -369,7 +369,7 @@ class Saving(NotSaved):
             stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
-                raise ResumeError(f"{newest} is of another run: resume=True goes on with it, or take another folder.")
+                raise ResumeError(f"{newest} is of another run: resume=True continues with it, or take another folder.")
             fan_out = self._run.manager.fan_out
             if not fan_out.is_empty:  # files of sinks can be made again from a log alone
                 fan_out.open_log(self._checkpoints.folder / "records.jsonl")
@@ -421,7 +421,7 @@ class Saving(NotSaved):
         if missing:
             raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
         if saved["loop"] != self._run.loop:
-            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._run.loop} loop is to go on.")
+            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._run.loop} loop is to continue.")
         changed = differences(saved["settings"], self._settings)
         if changed and not self._checkpoints.force:
             lines = "\n".join(f"  {line}" for line in changed)
@@ -432,7 +432,7 @@ class Saving(NotSaved):
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
-            versions = f"torch {saved['made']['torch']} and goes on with {torch.__version__}"
+            versions = f"torch {saved['made']['torch']} and continues with {torch.__version__}"
             self._warn(f"The run was saved with {versions}: numbers may differ in the last bits from here on.")
 
     def begin(self) -> bool:

@@ -278,7 +278,7 @@ class _ObjectAsExperiment(Experiment):
 def _check(experiment: Experiment) -> None:
     own_step, loader, clip = experiment.has_own("train_step"), experiment.loader, experiment.clip_norm
     if not own_step and experiment.optimizer is None:
-        raise OptionError("The experiment has no optimizer: give it one, or a train_step() of its own.")
+        raise OptionError("The experiment has no optimizer: give it one, or its own train_step().")
     if loader is None and not (own_step or experiment.has_own("get_loader") or experiment.has_own("loss_fn")):
         raise OptionError("The experiment has no loader to take batches from: give it one, or a train_step().")
     if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):

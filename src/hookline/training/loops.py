@@ -262,7 +262,7 @@ def _start_run(
     if manager is not None and not isinstance(manager, HookManager):
         raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
     if resume and first:
-        raise OptionError(f"Give either resume=True or first_{loop}={first}: both say where to go on.")
+        raise OptionError(f"Give either resume=True or first_{loop}={first}: both say where to continue.")
     if not experiment.model.training:  # parts of a training model may be in evaluation mode on purpose
         experiment.model.train()
     if manager is None:
@@ -290,7 +290,7 @@ def _saved(
         run.saving = saving = Saving(run, checkpoints, settings)
         return saving.active(resume=resume)
     if resume:
-        raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
+        raise OptionError("resume=True continues from a checkpoint: say where they are, checkpoints=.")
     return nullcontext()
 
 

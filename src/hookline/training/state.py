@@ -314,7 +314,9 @@ def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         rng.set_cuda_states([state.cpu() for state in states["cuda"]])
     else:
-        warn_user("The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.")
+        warn_user(
+            "The run was on a GPU and continues without one: what is drawn from now on is other than it would be."
+        )
 
 
 def generator_states(generators: Iterable[Any]) -> list[Any]:

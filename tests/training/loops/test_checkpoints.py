@@ -105,7 +105,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path):
     (tmp_path / steps(6)[0]).write_bytes(b"")
     experiment = linear_experiment()
     options = {"checkpoints": Checkpoints(tmp_path, keep=9), "resume": True}
-    with pytest.warns(hl.HooklineWarning, match=r"(damaged|cannot be read).*goes on from step_00000003") as caught:
+    with pytest.warns(hl.HooklineWarning, match=r"(damaged|cannot be read).*continues from step_00000003") as caught:
         result = hl.epoch_loop(experiment, epochs=4, **options)
     assert len(caught) == 2
     assert result.steps == 12
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_version_is_named_with_what_to_do(tmp_path):
     data = newest.read_bytes()
     newest.write_bytes(data[:-5] + b"2" + data[-4:])
     before = names(tmp_path)
-    with pytest.raises(ResumeError, match=r"version 2.*version 3.*Next: go on with"):
+    with pytest.raises(ResumeError, match=r"version 2.*version 3.*Next: continue with"):
         hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
     assert [name for name in names(tmp_path) if name not in before] == []
     assert module.is_checkpoint(newest)

@@ -42,11 +42,11 @@ __all__ = ["Audit", "Culprit", "Difference", "audit", "did_nothing"]
 
 _NEXT_REPEATABLE: Final = (
     "Next: let train_fn build its model, optimizer and data inside, and seed all that draws "
-    "(torch, NumPy, Python, generators of its own); on a GPU, torch.use_deterministic_algorithms(True)."
+    "(torch, NumPy, Python, its own generators); on a GPU, torch.use_deterministic_algorithms(True)."
 )
 _NEXT_LEFT_BEHIND: Final = (
     "What the hooks left in the process (a global hook, a patched function) stays on in later trainings, so that none "
-    "can be blamed here. Next: audit them one at a time, each in a process of its own."
+    "can be blamed here. Next: audit them one at a time, each in a separate process."
 )
 
 _NEXT_STATE: Final = (
@@ -249,12 +249,12 @@ class Audit(ShownAsTable):
 
     @property
     def verdict(self) -> str:
-        """``"same"``, ``"changed"``, ``"not repeatable"``, or ``"cannot be told"`` where a hook did not fire."""
+        """``"same"``, ``"changed"``, ``"not repeatable"``, or ``"undecided"`` where a hook did not fire."""
         if self.not_repeatable is not None:
             return "not repeatable"
         if self.difference is not None or self.left_behind is not None:
             return "changed"
-        return "cannot be told" if self.silent else "same"
+        return "undecided" if self.silent else "same"
 
     @property
     def first_step(self) -> int | None:
@@ -283,9 +283,7 @@ class Audit(ShownAsTable):
         if self.left_behind is not None:
             return f"Changed: {on} left something behind; the training after them differs: {self.left_behind}."
         if self.silent:
-            return (
-                f"Cannot be told: of {on}, {', '.join(self.silent)} did not fire in {length}; the rest changes no bit."
-            )
+            return f"Undecided: of {on}, {', '.join(self.silent)} did not fire in {length}; the rest changes no bit."
         return f"Same: {length} with and without {on} are the same to the last bit."
 
     def _row(self, name: str) -> tuple[str, str, str]:

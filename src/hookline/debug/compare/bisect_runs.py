@@ -119,7 +119,7 @@ def bisect(model: nn.Module, right: RunSource | nn.Module, inputs: Any, *, toler
     outputs = _outputs(read_run(source, "the right run").values.values())
     if _ROOT not in outputs:
         raise CompareError(
-            "The right run has no tensors of the output of the model itself, so that nobody knows when the end is "
+            "The right run has no tensors of the output of the model itself, so it is unknown when the end is "
             "healed. Trace all modules: trace(model, tensors=True)."
         )
     trials = _Trials(model, run, outputs.pop(_ROOT), tolerance)

@@ -212,11 +212,11 @@ class TraceRecorder:
         if self._budget is not None and coming > self._budget * _FOR_TENSORS:
             self.tell(
                 f"The budget of {self._budget:,} bytes has no room for more tensors; from record {self.records} on "
-                "there are fingerprints alone. Give a larger budget=, or fewer tensors="
+                "there are only fingerprints. Give a larger budget=, or fewer tensors="
             )
             return None
         if not can_store(local) and not local.is_complex():
-            self.tell(f"Tensors of {local.dtype} cannot be stored; they have fingerprints alone")
+            self.tell(f"Tensors of {local.dtype} cannot be stored; they have only fingerprints")
             return None
         self._waiting.tensors.append(local.detach().clone())
         self._waiting.bytes += size

@@ -508,7 +508,7 @@ SaveAttributes = Callable[[], Callable[[], None]]
 _MOST: Final = 10
 """How many bad steps are run again; later ones are counted."""
 _OTHER_RANKS: Final = (
-    "there are other ranks, which would have to run the step again too; run this rank's batch in a process of its own"
+    "there are other ranks, which would have to run the step again too; run this rank's batch in a separate process"
 )
 _NOT_KEPT: Final = "the beginning of the step is not kept any more"
 _OUTSIDE: Final = (

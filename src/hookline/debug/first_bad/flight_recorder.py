@@ -188,8 +188,8 @@ class FlightRecorder(TrainingHook):
         except OSError as error:  # a full disk, a folder that is gone: no reason to end the run
             if not self._has_failed:
                 logger.warning(
-                    "the last steps cannot be written to %s, because of %s; the run goes on, and this is said once. "
-                    "Next: make room there, or give FlightRecorder(to=...) another file",
+                    "the last steps cannot be written to %s, because of %s; the run continues, and this is reported "
+                    "once. Next: make room there, or give FlightRecorder(to=...) another file",
                     path,
                     error,
                 )

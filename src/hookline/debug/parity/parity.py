@@ -341,7 +341,7 @@ class Parity:
     def _tables(self) -> list[Table]:
         groups = {"engine against trainer": self.gap, **self.groups, **self.noise}
         other = "unknown" if self.other_likeliest is None else f"{self.other_likeliest:.2%}"
-        foot = (f"rms that rounding explains: {self.yardstick:.2g}", f"likeliest for one side alone: {other}")
+        foot = (f"rms that rounding explains: {self.yardstick:.2g}", f"likeliest for only one side: {other}")
         header = ("tokens", "count", "mean", "rms", "p50", "p99", "max", "outside")
         tables = [Table(("side", ""), [*self.facts.items()])]
         tables.append(Table(header, [(name, *each.row()) for name, each in groups.items()], range(1, 8), foot=foot))

@@ -604,7 +604,7 @@ class PrecisionFiles:
             with suppress(OSError):  # it tries to write the line once more
                 log.close()
         logger.warning(
-            "[PrecisionCheck] no more lines and tensors are written to %s, because of %s; the run goes on, and the "
+            "[PrecisionCheck] no more lines and tensors are written to %s, because of %s; the run continues, and the "
             "records are kept in memory. Next: make room there, or give another path=",
             self.folder,
             error,

@@ -243,7 +243,7 @@ def _attach(runner: Any, specs: Sequence[Mapping[str, Any]], report: Path | None
     try:
         made = _HOOKS[runner] = SglangHooks(runner, report)
     except Exception:
-        logger.exception("hooks cannot be attached; the engine goes on without them")
+        logger.exception("hooks cannot be attached; the engine continues without them")
         return
     for spec in specs:
         try:

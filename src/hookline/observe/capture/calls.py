@@ -260,7 +260,7 @@ class CapturedCall:
         if self.is_mixed:
             raise CaptureError(
                 f"Activation checkpointing with use_reentrant=True repeats calls of {self.name!r}, and which gradient "
-                "belongs to which call cannot be told. Use use_reentrant=False."
+                "belongs to which call cannot be determined. Use use_reentrant=False."
             )
         return tuple(self._read(grad, "gradient") for grad in self.gradients)
 

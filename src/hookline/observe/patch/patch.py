@@ -187,7 +187,7 @@ def _empty(index: EditIndex) -> str:
     return (
         f"index={index.text} selected nothing in {counted(index.calls, 'call')}, so the edit changed nothing. In "
         "generate() with a key-value cache the forward of a new token has one position; a function that declares site= "
-        "tells the forwards apart by site.step (0 is the prompt)."
+        "can distinguish the forwards by site.step (0 is the prompt)."
     )
 
 

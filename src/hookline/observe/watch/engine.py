@@ -224,7 +224,7 @@ class WatchedPlace:
             what = f", {tensor.dtype}, shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
             warnings.warn(
                 f"The statistics of {self.label!r} ({type(tensor).__name__}{what}) could not be taken: "
-                f"{self.silent}. The run goes on; exclude= leaves it out.",
+                f"{self.silent}. The run continues; exclude= leaves it out.",
                 HooklineWarning,
                 stacklevel=caller_stacklevel(),
             )

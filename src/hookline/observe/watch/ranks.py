@@ -197,7 +197,7 @@ def rank_in_words() -> list[str]:
     """Return the line that says which rank a table shows; none without ranks."""
     if not is_distributed():
         return []
-    return [f"rank {this_rank()} of {rank_count()} alone; to_metrics(), called on every rank, gives all together"]
+    return [f"only rank {this_rank()} of {rank_count()}; to_metrics(), called on every rank, gives all together"]
 
 
 def same_on_ranks(target: Any, exclude: Any, kinds: Iterable[str], layout: Layout, every: Any) -> dict[str, Any]:

@@ -383,7 +383,7 @@ def _warn_compiled() -> None:
     if not _State.warned:
         _State.warned = True
         warnings.warn(
-            "Something is being compiled that calls functions or operators with hooks: these fire in eager code alone. "
+            "Something is being compiled that calls functions or operators with hooks: these fire only in eager code. "
             "Hook the module instead, or run that part eagerly (torch.compiler.disable).",
             HooklineWarning,
             stacklevel=caller_stacklevel(),
