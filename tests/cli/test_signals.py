@@ -49,40 +49,6 @@ def rows(folder: Path) -> list[dict]:
     return [{key: value for key, value in record.items() if key != "time"} for record in records_of(folder)]
 
 
-def values(folder: Path) -> list[tuple]:
-    """Every value of a run with its place: a stopped run writes the metrics of its steps in two records."""
-    found = []
-    for record in records_of(folder):
-        for name, value in record["metrics"].items():
-            steps = record.get("steps", {}).get(name)
-            pairs = [(record["step"], value)] if steps is None else zip(steps, value, strict=True)
-            found += [(record["point"], record["epoch"], name, step, str(one)) for step, one in pairs]
-    return sorted(found)
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
-)
-@pytest.mark.full
-def test_a_stopped_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path, whole, number, code):
-    """The exit code, the sentence with the command, and after it: weights as of one piece, every value once."""
-    process = start(tmp_path)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, err
-    assert f"Stopped by {signal.Signals(number).name}, and saved. To go on: hookline run " in out
-    assert "--resume" in out
-    assert "Traceback" not in err
-    folder = tmp_path / "runs" / "tiny" / "forward"
-    assert facts_of(folder)["status"] == "stopped"
-    assert facts_of(folder)["result"]["steps"] < 90
-    done = hookline("run", TINY, "--resume", "--pause", "0.02", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert same_weights(folder, whole)
-    assert values(folder) == values(whole)
-    assert facts_of(folder)["status"] == "finished"
-
-
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, whole):
     """SIGKILL, with checkpoints every epoch; nothing is lost, nothing is there twice."""
     process = start(tmp_path, "--save-checkpoints")

@@ -26,8 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.runs.documents import Places, Spec, collected
-from hookline.runs.flags import Option, Show, options_of_model
+from hookline.runs.documents import Place, Spec, collected
+from hookline.runs.flags import KeyPath, Option, Show, options_of_model
 
 _LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
@@ -67,7 +67,6 @@ _HOOK: Final = _looked_up("hookline.runs.build:known_hook")
 _SINK: Final = _looked_up("hookline.runs.build:known_sink")
 _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.find:device_of")
-_DTYPE: Final = _looked_up("hookline.runs.find:dtype_of")
 
 
 def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
@@ -270,8 +269,6 @@ class Run(_Part):
     """What all random streams start from."""
     device: Annotated[str | None, _DEVICE, Show("DEVICE", group=_TRAINING)] = None
     """cpu, cuda, cuda:1, mps; if left out, the GPU if there is one."""
-    dtype: Annotated[str | None, _DTYPE, Show("DTYPE", group=_TRAINING)] = None
-    """Turn the model's parameters into this: float32, float64, bfloat16, float16."""
     with_compile: Annotated[bool, Show(group=_TRAINING)] = False
     """Compile the model (torch.compile); hooks fire all the same."""
     determinism: Annotated[bool, Show(group=_TRAINING)] = True
@@ -308,13 +305,12 @@ class Run(_Part):
     any case."""
     validate_checkpoints: Annotated[Every, Show("[N]", group=_SAVING)] = False
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
-    _sources: Places | None = PrivateAttr(default=None)
+    _place: Place | None = PrivateAttr(default=None)
 
-    @property
-    def places(self) -> Places:
-        """Where its values were given, for messages; only of a run that was read."""
-        assert self._sources is not None
-        return self._sources
+    def place(self, path: KeyPath) -> str:
+        """Return where a value was given, for messages; only of a run that was read."""
+        assert self._place is not None
+        return self._place(path)
 
     @field_validator("strategy")
     @classmethod
