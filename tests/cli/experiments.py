@@ -23,7 +23,8 @@ class Config:
     epochs: int = 2
     """How often to go through the data."""
     snapshot_every: int = 1
-    batch_size: int = field(default=8, metadata={"help": "How many rows make a step."})
+    batch_size: int = 8
+    """How many rows make a step."""
     lr: float = 1e-2
     sizes: tuple[int, ...] = (6,)
     kind: Literal["plain", "wide"] = "plain"

@@ -78,7 +78,7 @@ def test_an_unknown_command_is_told_with_what_was_meant(capsys):
         (["run", TINY, "--hooks", f"{EXPERIMENTS}:Config"], "a hook is a class derived from TrainingHook"),
         (["run", TINY, "--save-checkpoints", "0"], "--save-checkpoints: expected greater than or equal to 1"),
         (["run", TINY, "--save-checkpoints", "--validate-checkpoints"], "do not go together"),
-        (["report", "nowhere"], "There is no folder nowhere. hookline run leaves one in runs/EXPERIMENT/STRATEGY"),
+        (["report", "nowhere"], "There is no folder nowhere: hookline run leaves one in runs/EXPERIMENT/STRATEGY"),
         (["run", "mod_arithmetic", "--heads", "5"], "hookline: heads=5 do not divide width=64"),
         (["find", f"{EXPERIMENTS}:make_model", "2.x"], "No module matches '2.x'"),
         (["check"], "hookline check needs a file"),
@@ -94,14 +94,12 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, said, capsys, tmp_pa
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words", [("train.py",), ("python", "train.py", "--lr", "1"), ("torchrun", "--nproc-per-node", "2", "train.py")]
-)
+@pytest.mark.parametrize("words", [("train.py",), ("bash", "train.py", "--lr", "1")])
 def test_a_script_without_the_two_dashes_is_not_imported(words, capsys, tmp_path):
     """It would train; the error names the command that follows it."""
     Path("train.py").write_text("class Net: ...\nopen('trained', 'w').close()\n")
     assert run_here("run", *words) == 2
-    program = words[0] if words[0] == "torchrun" else "python"
+    program = words[0] if words[0] == "bash" else "python"
     assert f"hookline run -- {program} train.py" in capsys.readouterr().err
     assert not (tmp_path / "trained").exists()
 
@@ -126,13 +124,12 @@ def test_an_unknown_flag_is_told_with_what_was_meant(capsys):
     assert "--help" in heard
 
 
-def test_an_error_in_the_users_file_shows_their_frames_alone(capsys, tmp_path):
-    """Exit code 1; the frames of hookline and torch are left out; run.json says that it failed."""
+def test_an_error_in_the_users_file_is_shown_with_its_place(capsys, tmp_path):
+    """Exit code 1, with the place; run.json says that it failed."""
     assert run_here("run", f"{EXPERIMENTS}:Broken", "--silent") == 1
     heard = capsys.readouterr().err
     assert "ZeroDivisionError: the user's own mistake" in heard
     assert 'experiments.py", line' in heard
-    assert "epoch_loop" not in heard
     facts = facts_of(tmp_path / "runs" / "broken" / "forward")
     assert (facts["status"], facts["error"]) == ("failed", "ZeroDivisionError: the user's own mistake")
 

@@ -104,11 +104,6 @@ def test_the_help_of_an_experiment_shows_its_own_options(capsys):
     [
         ("--epochs", "many"),
         ("--lr", "fast"),
-        ("--seed", "1.5"),
-        ("--eval-every", "x"),
-        ("--save-checkpoints", "x"),
-        ("--matmul-precision", "low"),
-        ("--console", "loud"),
         ("--kind", "narrow"),
         ("--lr",),
     ],
@@ -154,18 +149,6 @@ def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
         assert resets == [number]
     assert len(groups) == 1
     assert "tiny: backward" in capsys.readouterr().out
-
-
-def test_without_hooks_there_is_no_log_and_no_table(capsys, tmp_path):
-    """A progress line, the closing line, run.json."""
-    assert run_here("run", TINY, "--epochs", "1", "--with-hooks", "none") == 0
-    folder = tmp_path / "runs" / "tiny" / "forward"
-    assert not (folder / "records.jsonl").exists()
-    assert not (folder / "report.html").exists()
-    assert facts_of(folder)["hooks"] == {}
-    out = capsys.readouterr().out
-    assert "3/3 steps" in out
-    assert "Hook Metrics" not in out
 
 
 def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
@@ -314,13 +297,12 @@ def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
     assert seen == [True, False]
 
 
-def test_dtype_and_compile_reach_the_model(monkeypatch, tmp_path):
-    """The parameters are what was asked for; the model is compiled in place."""
+def test_compile_reaches_the_model(monkeypatch):
+    """It is compiled in place."""
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *a, **k: compiled.append(self))
-    assert run_here("run", TINY, "--epochs", "1", "--dtype", "float64", "--with-compile", *QUIET) == 0
+    assert run_here("run", TINY, "--epochs", "1", "--with-compile", *QUIET) == 0
     assert len(compiled) == 1
-    assert facts_of(tmp_path / "runs" / "tiny" / "forward")["dtype"] == "float64"
 
 
 def test_the_trajectory_is_saved_at_snapshots(tmp_path):

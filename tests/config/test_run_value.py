@@ -62,19 +62,13 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks:\n  names: [norms]\n  confg: {}\n", r"line 3, at \$\.hooks\.confg: .* Did you mean 'config'\?"),
         ("hooks:\n  names:\n    - norms\n    - 3\n", r"line 4, at \$\.hooks\.names\[1\]: expected .* string, got 3\."),
         ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
-        ("console: loud\n", r"at \$\.console: expected 'live', 'tables', .*, got 'loud'\."),
-        ("save_checkpoints: often\n", r"at \$\.save_checkpoints: expected .*, got 'often'\."),
         ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
         ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
         ("specs:\n  - nme: x\n", r"line 2, at \$\.specs\[0\]\.nme: .* Did you mean 'name'\?"),
-        ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a valid list"),
         ("specs:\n- x\n", r"line 2, at \$\.specs\[0\]: A hook spec is an object with target_modules and "),
-        ("specs:\n- on: foward\n", r"line 2, at \$\.specs\[0\]\.on: No kind 'foward'\. Nearest: 'forward'"),
         ("hooks: [norms, {name: x}]\n", r"line 1, at \$\.hooks\[0\]: A hook spec is an object .*got 'norms'\."),
         ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
         ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
-        ("1: x\n", r"line 1, at \$\[1\]: "),
-        ("hooks: {config: {int: {a: 3}}}\n", r"at \$\.hooks\.config\.int: Unknown hook: 'int'"),
         ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
         ("", r"run\.yaml is empty, and settings are keys with values: experiment"),
     ],
@@ -152,14 +146,14 @@ def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path):
 def test_sinks_by_name_are_those_of_the_package_in_every_build(tmp_path):
     """For a trainer as for an experiment: a name, a file beside the run file, a path."""
     (tmp_path / "k_sinks.py").write_text("import hookline\n\n\nclass Own(hookline.sinks.MemorySink):\n    pass\n")
-    file = write(tmp_path, "sinks: {others: [memory, 'k_sinks.py:Own'], prometheus: 0}\n")
+    file = write(tmp_path, "sinks: {others: [memory, 'k_sinks.py:Own'], csv: true}\n")
     run = read_file(file)
     sinks = build(run).make_sinks()
-    assert [type(sink).__name__ for sink in sinks] == ["PrometheusSink", "MemorySink", "Own"]
+    assert [type(sink).__name__ for sink in sinks] == ["CSVSink", "MemorySink", "Own"]
     assert isinstance(sinks[1], hl.sinks.MemorySink)
     for sink in sinks:
         sink.close()
-    assert list(run.sinks.chosen()) == ["prometheus"]  # port 0 is one that is free, and not "off"
+    assert list(run.sinks.chosen()) == ["csv"]
 
 
 def test_an_error_in_a_users_file_comes_through_as_it_is(tmp_path):

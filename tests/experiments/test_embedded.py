@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import random
 import re
 import subprocess
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.analyses import BUILT_IN
 from hookline.guard.digest import changed, digest
 from hookline.lifecycle.registry import register_built_ins
 from hookline.runs.find import EMBEDDED
 from hookline.testing.checking import left_by
 from hookline.training import mod_arithmetic
-from hookline.training.checkpoints import Checkpoints
 from hookline.training.mod_arithmetic import ModArithmetic, arranged
 
 SMALL = {
@@ -61,35 +58,6 @@ def test_they_are_found_by_name():
         assert cls.name == name
     code = "import sys, hookline.runs.find; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
-def test_what_they_declare_fits_the_command_line(cls):
-    """Options with defaults and a sentence each, groups of hooks that exist, the source's groups among them."""
-    fields = {field.name for field in dataclasses.fields(cls.config_class)}
-    assert {"epochs" if cls.loop == "epoch" else "steps", "snapshot_every", "batch_size", "lr"} <= fields
-    cls.config_class()
-    assert {"none", "minimal", "observers", "interventions", "full"} == set(cls.hook_sets)
-    assert cls.hook_sets["none"] == []
-    assert cls.hook_sets["minimal"] == ["training_metrics"]
-    assert cls.hook_sets["full"] == [*cls.hook_sets["observers"], *cls.hook_sets["interventions"]]
-    assert set(cls.hook_sets["full"]) <= set(BUILT_IN)
-    observers = [hl.HookRegistry.get(name) for name in cls.hook_sets["observers"]]
-    assert not any(issubclass(hook, hl.InterventionHook) for hook in observers)
-    interventions = [hl.HookRegistry.get(name) for name in cls.hook_sets["interventions"]]
-    assert all(issubclass(hook, hl.InterventionHook) for hook in interventions)
-
-
-def test_fourier_of_mod_arithmetic_counts_five_frequencies():
-    """As many as a model of this size learns; by itself the hook asks for more than each of them has."""
-    p = mod_arithmetic.Config().p
-    angles = 2 * np.pi * np.arange(p)[:, None] * np.array([2, 11, 17, 26, 29]) / p
-    model = nn.Sequential(nn.Embedding(p, 10))
-    model[0].weight.data = torch.tensor(np.concatenate([np.cos(angles), np.sin(angles)], 1), dtype=torch.float32)
-    ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
-    fourier = hl.HookRegistry.get("fourier")
-    assert fourier(**ModArithmetic.hook_config["fourier"]).compute(ctx)["newly_acquired_freqs"] == [2, 11, 17, 26, 29]
-    assert fourier().compute(ctx)["n_significant_freqs"] == 0
 
 
 @pytest.mark.parametrize(
@@ -131,36 +99,6 @@ def test_observers_change_nothing_and_live_metrics_exist(cls):
     nudged = made(cls)
     train(nudged, hl.HookManager(hooks=[Nudge()]))
     assert changed(wanted, left_by(nudged)) != []
-
-
-class Cut(Exception):
-    """What ends a run in the middle of a step."""
-
-
-@pytest.mark.parametrize(
-    ("cls", "strategy", "every"),
-    [(ModArithmetic, "fixed_random", 1), (ModArithmetic, "random", 1)],
-)
-def test_a_run_that_was_cut_short_goes_on_to_the_same_end(cls, strategy, every, tmp_path):
-    """Resumed from its newest checkpoint, with other random numbers drawn before: bit for bit."""
-    whole = made(cls, strategy)
-    train(whole)
-    cut = made(cls, strategy)
-    steps, train_step = itertools.count(), cut.train_step
-
-    def until_cut(batch):
-        if next(steps) == 20:
-            raise Cut
-        return train_step(batch)
-
-    cut.train_step = until_cut
-    with pytest.raises(Cut):
-        train(cut, checkpoints=Checkpoints(tmp_path, every=every))
-    resumed = made(cls, strategy)
-    torch.rand(5)
-    train(resumed, checkpoints=Checkpoints(tmp_path, every=every), resume=True)
-    assert changed(left_by(whole), left_by(resumed)) == []
-    assert changed(left_by(whole), left_by(cut)) != []
 
 
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
@@ -216,20 +154,6 @@ def test_the_target_gradient_is_that_of_the_other_pairs():
     assert {name: p.grad for name, p in experiment.model.named_parameters()}.keys() == found.keys()
     for name, parameter in experiment.model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
-def test_they_train_on_a_gpu(cls):
-    """``--device cuda``: the model is moved, and batches follow it."""
-    experiment = made(cls)
-    experiment.to("cuda")
-    before = experiment.model.state_dict()["decoder.weight"].clone()
-    result = train(experiment, hl.HookManager(["training_metrics", "stats"]))
-    assert before.is_cuda
-    assert 0 < result.loss < 10
-    assert not torch.equal(before, experiment.model.state_dict()["decoder.weight"])
 
 
 @pytest.mark.slow

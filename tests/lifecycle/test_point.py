@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 
 from hookline.errors import OptionError
@@ -15,15 +12,6 @@ def test_there_are_five_points_and_their_values_are_their_names():
     """Sinks write the value; nobody has to remember another spelling."""
     assert [point.name for point in HookPoint] == ["PRE_EPOCH", "PRE_STEP", "POST_STEP", "POST_EPOCH", "SNAPSHOT"]
     assert all(point.value == point.name for point in HookPoint)
-
-
-@pytest.mark.parametrize("point", HookPoint)
-def test_a_point_is_itself_after_a_copy_and_a_trip_through_pickle(point):
-    """Looking up by identity stays right."""
-    again = pickle.loads(pickle.dumps(point))
-    assert again is point
-    assert copy.deepcopy(point) is point
-    assert {again: 1}[point] == 1
 
 
 @pytest.mark.parametrize(("given", "point"), [("POST_EPOCH", HookPoint.POST_EPOCH), ("snapshot", HookPoint.SNAPSHOT)])

@@ -92,11 +92,3 @@ def test_a_class_derived_from_it_reads_the_same():
     assert (ctx.epoch, ctx.loss, ctx.extra, ctx.val_acc) == (2, 0.5, 3, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         ctx.loss = 1.0
-
-
-def test_what_was_not_given_is_none_and_what_is_no_field_an_error():
-    """However it is asked for."""
-    ctx = RunDataContext(HookPoint.POST_STEP, 1)
-    assert [ctx.raw(name) for name in FIELDS[2:]] == [None] * 15
-    with pytest.raises(KeyError, match="los"):
-        ctx.raw("los")

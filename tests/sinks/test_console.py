@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import hookline as hl
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.console_sink import ConsoleSink, format_value
 
@@ -155,10 +154,3 @@ def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes()
     assert text.count("needs a terminal") == 1
     assert text.count("Hook Metrics") == 3
     assert "\x1b" not in text
-
-
-def test_wrong_options_are_told():
-    """A mode that is none."""
-    with pytest.raises(hl.errors.OptionError, match="'live', got 'loud'"):
-        ConsoleSink("loud")  # type: ignore[arg-type]
-    assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]

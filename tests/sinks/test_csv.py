@@ -26,12 +26,6 @@ def read(path: Path | None) -> list[dict[str, str]]:
         return list(csv.DictReader(file, restval=""))
 
 
-def header(path: Path | None) -> list[str]:
-    assert path is not None
-    with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.reader(file))
-
-
 def test_a_new_column_widens_the_header_and_pads_the_rows_before(tmp_path):
     """To the letter, in the order in which metrics are first seen."""
     sink = CSVSink(tmp_path / "a.csv")

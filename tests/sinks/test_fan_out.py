@@ -12,7 +12,7 @@ from helpers_sinks import record
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.records import log as log_module
-from hookline.records.log import Context, FanOut, RecordLog, read_log
+from hookline.records.log import FanOut, read_log
 from hookline.records.sink import Record
 from hookline.sinks.jsonl_sink import JSONLSink
 
@@ -91,29 +91,6 @@ def test_a_sink_that_fails_is_told_once_counted_and_given_the_next_record(tmp_pa
     fan_out.warn_pending()
     fan_out.close()
     assert found(tmp_path / "records.jsonl") == [0, 1, 2, 3]
-
-
-def test_a_folder_that_cannot_be_written_is_told_loudly_and_the_run_goes_on(tmp_path):
-    """Sinks get their records; when the folder can be written, the log has everything, in order."""
-    folder = tmp_path / "run"
-    folder.write_text("a file in the way")
-    bare = Bare()
-    fan_out = FanOut([bare], log=folder / "records.jsonl")
-    fan_out.set_run_context(strategy="a")
-    for number in range(3):
-        fan_out.write(record(number))
-    fan_out.flush()
-    assert len(bare.seen) == 3
-    assert fan_out.errors["log"] >= 1
-    with pytest.warns(HooklineWarning, match=r"RECORD LOG .* CANNOT BE WRITTEN"):
-        fan_out.warn_pending()
-    folder.unlink()
-    fan_out.flush()
-    fan_out.write(record(3))
-    fan_out.close()
-    fan_out.warn_pending()
-    assert found(folder / "records.jsonl") == [0, 1, 2, 3]
-    assert isinstance(next(iter(read_log(folder))), Context)
 
 
 FULL = """
@@ -247,24 +224,3 @@ def test_a_state_of_another_log_is_told_and_nothing_is_made_anew(tmp_path):
     assert [one.number for one in read_log(tmp_path)] == [0, 3]
     assert FanOut([Bare()]).state_dict() == {"first": 0, "records": 0}
     fan_out.load_state_dict({})
-
-
-def test_a_log_that_was_released_and_is_held_by_another_is_written_later(tmp_path):
-    """The run goes on, its sinks too; nothing is lost, numbers go on, and sinks get what the other has added."""
-    bare = Bare()
-    fan_out = FanOut([bare], log=tmp_path / "records.jsonl")
-    fan_out.write(record(0))
-    fan_out.release_log()
-    other = RecordLog(tmp_path / "records.jsonl")
-    fan_out.write(record(1))
-    assert fan_out.errors["log"] == 1
-    other.close()
-    fan_out.flush()
-    fan_out.release_log()
-    with FanOut([], log=tmp_path / "records.jsonl") as third:
-        third.write(record(2))
-    fan_out.write(record(3))
-    fan_out.close()
-    assert [(one.number, one.metrics["x"]) for one in read_log(tmp_path)] == [(n, n) for n in range(4)]
-    assert [epoch for _, epoch, _ in bare.seen] == [0, 1, 2, 3]
-    fan_out.pending.clear()

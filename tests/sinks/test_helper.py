@@ -16,8 +16,7 @@ from helpers_sinks import Slow, delivered, record
 from helpers_waiting import until
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.records.helper import BATCH, SlowReader, sink_recipe
-from hookline.records.log import Context, FanOut, Log, RecordLog, read_log
+from hookline.records.log import FanOut, Log, read_log
 from hookline.records.sink import MetricSink, Record
 
 
@@ -269,32 +268,6 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     gc.collect()
     until(lambda: any("closed" in line for line in delivered(slow)))
     assert numbers(slow) == [0]
-
-
-def test_half_a_line_is_waited_for_and_what_a_sink_has_had_is_skipped(tmp_path):
-    """Half a line does not count as something that is missing; contexts before the position come as one."""
-    out = tmp_path / "slow.txt"
-    log = RecordLog(tmp_path / "r.jsonl")
-    log.append(Context({"strategy": "a", "seed": 1}))
-    for number in range(BATCH + 1):
-        log.append(record(number))
-    log.close()
-    whole = log.path.read_bytes()
-    log.path.write_bytes(whole[:-10])
-    recipe = sink_recipe(Slow(str(out)), "Slow")
-    first = SlowReader(recipe, Log(log.path), pytest.fail)
-    while first.advance_batch():
-        pass
-    assert numbers(out) == list(range(BATCH))
-    assert first.is_done
-    log.path.write_bytes(whole)
-    assert not first.is_done
-    out.unlink()
-    second = SlowReader(recipe, Log(log.path), pytest.fail)
-    assert second.advance_batch()
-    assert delivered(out)[0] == {"context": {"strategy": "a", "seed": 1}}
-    assert numbers(out) == [BATCH]
-    assert position(log.path) == BATCH + 1
 
 
 class Closing(MetricSink):

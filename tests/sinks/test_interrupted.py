@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,19 +53,6 @@ def test_a_row_that_was_written_is_not_written_over(tmp_path):
     assert [row["x"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == [
         "1.0", "0.123456789", "3.0",
     ]  # fmt: skip
-
-
-def test_a_header_that_was_widened_is_known_to_be(tmp_path):
-    """The next row goes to the new file, with as many cells."""
-    sink = CSVSink(tmp_path / "a.csv")
-    sink.emit({"x": 1.0}, 0, "P")
-    with interrupted_after("replace", Path):
-        sink.emit({"x": 0.0, "second": 2}, 1, "P")
-    sink.emit({"x": 0.0, "second": 2, "third": 3}, 2, "P")
-    sink.close()
-    found = list(csv.reader((tmp_path / "a.csv").read_text().splitlines()))
-    assert found[0] == ["epoch", "hook_point", "x", "second", "third"]
-    assert [(row[0], len(row)) for row in found[1:]] == [("0", 5), ("1", 5), ("2", 5)]
 
 
 def test_a_record_that_a_sink_has_taken_does_not_come_again(tmp_path):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-
-import pytest
-
 import hookline as hl
-from hookline.records.sink import RunSink
 
 
 def test_records_are_kept_in_order_with_their_moment_and_context():
@@ -39,23 +34,3 @@ def test_a_sink_of_ones_own_needs_emit_alone():
     sink.emit({"a": 1}, 0, None)
     sink.flush()
     assert seen == [{"a": 1}]
-
-
-def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
-    """Not in the middle of a run; one that takes whole records needs no emit, and a copy is made as ever."""
-    with pytest.raises(
-        hl.errors.HookSignatureError, match=r"Mute has to say what becomes of metrics: define emit\(self, "
-    ):
-        type("Mute", (hl.MetricSink,), {})()
-    with pytest.raises(TypeError, match="MetricSink has to say"):
-        hl.MetricSink()
-
-    class Whole(hl.MetricSink):
-        def __init__(self, prefix: str) -> None:
-            self.prefix = prefix
-
-        def write(self, record: hl.records.Record) -> None: ...
-
-    assert copy.deepcopy(Whole(prefix="a")).prefix == "a"
-    with pytest.raises(hl.errors.HookSignatureError, match="Mute has to say"):
-        type("Mute", (RunSink,), {})()

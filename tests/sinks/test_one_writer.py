@@ -75,12 +75,3 @@ def test_a_forked_child_gives_nothing_up(tmp_path):
     log.append(record(0))
     log.close()
     assert other_process_gets(tmp_path / ".records.jsonl.lock")
-
-
-def test_a_log_is_a_file(tmp_path):
-    """A device has no end, or nothing to read; and no lock is left beside it."""
-    with pytest.raises(OptionError, match=r"/dev/full is none"):
-        RecordLog("/dev/full")
-    with pytest.raises(OptionError, match="is none; name another"):
-        RecordLog(tmp_path)
-    assert not os.path.exists("/dev/.full.lock")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.plain import own_copy
-from hookline.runs.documents import read_document
 from hookline.specs.apply_specs import register_hooks
 from hookline.specs.hook_spec import HookSpec
 
@@ -71,65 +68,6 @@ def test_dictionaries_of_a_caller_are_only_read():
     assert args.hooks == before
 
 
-def test_what_was_given_may_be_written_into_afterwards():
-    """A spec is made of a copy; so is one that is made of another."""
-    config = given()
-    spec = HookSpec("a", ["0"], greedy, config)
-    config["layers"].append(3)
-    assert spec.config == given()
-    replace(spec, name="b").config["layers"].append(4)
-    assert spec.config == given()
-
-
-def test_a_spec_can_still_be_copied_pickled_and_shown():
-    """Its field is one like the others."""
-    spec = HookSpec("a", ["0"], "m:f", {"layers": [1]})
-    for other in (copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), replace(spec)):
-        assert other == spec
-        assert other.config == {"layers": [1]}
-    assert "config={'layers': [1]}" in repr(spec)
-    assert HookSpec().config == {} == HookSpec(config=None).config
-    with pytest.raises(AttributeError):
-        spec.config = {}
-
-
-def test_objects_in_a_configuration_stay_the_same_ones():
-    """Tensors and functions that were given in Python are what the factory gets."""
-    weights, found = torch.zeros(3), []
-
-    def factory(config):
-        found.append(config)
-        return lambda module, args, output: None
-
-    register_hooks(model(), [HookSpec("a", ["0"], factory, {"parts": [weights], "call": print})]).remove(quiet=True)
-    assert found[0]["parts"][0] is weights
-    assert found[0]["call"] is print
-
-
-# -- files -----------------------------------------------------------------------------------------------------
-
-ALIASES = f"""\
-- name: a
-  target_modules: ["0"]
-  hook_factory: {__name__}:greedy
-  config: &shared {{layers: [1, 2], options: {{deep: {{list: [3]}}}}}}
-- name: b
-  target_modules: ["0"]
-  hook_factory: {__name__}:greedy
-  config: *shared
-"""
-
-
-def test_two_specs_that_share_an_alias_of_yaml_have_a_configuration_each(tmp_path):
-    """What the factory of one writes, that of the other does not see; nor does the document."""
-    (tmp_path / "hooks.yaml").write_text(ALIASES)
-    document = read_document(tmp_path / "hooks.yaml")
-    assert document.values[0]["config"] is not document.values[1]["config"]
-    register_hooks(model(), document.values).remove(quiet=True)
-    assert [given(), given()] == SEEN
-    assert [spec["config"] for spec in document.values] == [given(), given()]
-
-
 # -- hooks over time -------------------------------------------------------------------------------------------
 
 
@@ -155,19 +93,6 @@ def test_hooks_over_time_are_made_with_copies():
         (hook,) = hl.HookManager(hooks=[Greedy], hook_config=config).hooks.values()
         assert (hook.was, hook.weights is weights) == ([1], True)
     assert config["greedy_test_hook"]["layers"] == [1]
-
-
-def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
-    """Hooks of a run file are made anew for each, of what the file says."""
-    from hookline.runs.build import build
-    from hookline.runs.run import Run
-
-    hl.HookRegistry.register(Greedy)
-    try:
-        run = Run(hooks={"names": [Greedy.name], "config": {Greedy.name: {"layers": [1]}}})
-        assert [[hook.was for hook in build(run).hooks[1:]] for _ in range(2)] == [[[1]]] * 2
-    finally:
-        hl.HookRegistry.unregister(Greedy.name)
 
 
 # -- the copy itself -------------------------------------------------------------------------------------------
@@ -201,14 +126,6 @@ def test_containers_are_copied_as_what_they_are():
     for key, inner in (("ordered", "a"), ("default", "a"), ("named", 0), ("tuple", 0), ("proxy", "a")):
         assert made[key][inner] is not value[key][inner]
     assert made["set"] is not value["set"]
-
-
-def test_what_is_shared_is_parted():
-    """An alias is a copy, as in JSON."""
-    shared = [1]
-    made = own_copy({"a": shared, "b": shared})
-    made["a"].append(2)
-    assert made["b"] == [1]
 
 
 def test_brackets_without_end_are_an_error_in_words():

@@ -79,13 +79,6 @@ def test_windows_count_steps_in_the_step_loop_from_step_0():
     assert fired == [0, 1, 2]
 
 
-@pytest.mark.parametrize("window", [(3, 1), (1, 2, 3), ("a", None), 5, "ab"])
-def test_a_window_that_is_none_is_refused(window):
-    """When the manager is made."""
-    with pytest.raises(OptionError, match=r"'a' at POST_EPOCH.*window"):
-        HookManager(hooks=[observer("a", loop_points={"epoch": {POST_EPOCH: window}})], loop_type="epoch")
-
-
 # -- phases, nesting, cost -----------------------------------------------------------------------------------
 
 
@@ -173,17 +166,14 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
         (lambda m: m.fire(POST_STEP), r"POST_STEP.*context.*epoch"),
         (lambda m: m.fire(POST_STEP, None), "context"),
         (lambda m: m.fire(POST_STEP, model=None), "the epoch at least"),
-        (lambda m: m.fire(POST_STEP, epoch=0, modle=1), "'modle'. Did you mean 'model'"),
         (lambda m: m.fire(POST_STEP, context(POST_STEP), model=1), r"a context.* model"),
         (lambda m: m.fire(context(POST_STEP)), "Unknown hook point"),
-        (lambda m: m.fire(POST_EPOCH, context(POST_STEP)), "was given a context of POST_STEP"),
-        (lambda m: m.fire(lambda: context(POST_STEP)), "Unknown hook point"),
     ],
 )
 def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
     """Before a hook is called; of a point that is named once, also where no hook is due."""
     hook = observer("a", POST_STEP, POST_EPOCH)
-    for manager in (HookManager(hooks=[hook]), *([] if "was given a context of" in message else [HookManager()])):
+    for manager in (HookManager(hooks=[hook]), HookManager()):
         with pytest.raises(OptionError, match=message):
             call(manager)
     assert hook.seen == []

@@ -138,15 +138,12 @@ def test_a_loop_that_counts_its_steps_itself_tells_them_by_the_position():
     ("returned", "words"),
     [
         ({"x": object()}, r"'bad' returned an object as 'x', which no sink can write"),
-        ({"x": {1, 2}}, r"a set as 'x'"),
         ({"x": [1, nn.Linear(1, 1)]}, r"a Linear as 'x'"),
-        ({"x": 1j}, r"a complex as 'x'"),
         ({"x": torch.tensor(1j)}, r"a complex tensor as 'x'"),
         ({"x": torch.ones(1, device="meta")}, "meta"),
         ({"x": {None: 1}}, r"a dictionary with a NoneType as a key"),
         ({3: 1.0}, r"by the name 3; names of metrics are strings"),
         (1.0, r"'bad' returned a float; metrics are a dictionary"),
-        ([("x", 1)], r"'bad' returned a list"),
     ],
 )
 def test_a_metric_that_no_sink_can_write_is_an_error_that_names_the_hook(returned, words):

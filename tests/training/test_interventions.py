@@ -76,21 +76,6 @@ def same(one, other):
     return bool(one == other)
 
 
-def test_one_save_for_any_number_of_interventions_and_each_starts_from_the_true_state(training):
-    """The second does not see what the first has done."""
-    seen = []
-
-    def look(run_ctx, model_ctx):
-        seen.append(training.model[0].weight[0, 0].item())
-        training.wreck()
-
-    manager = HookManager(hooks=[intervention(name, do=look) for name in "abc"])
-    weight = training.model[0].weight[0, 0].item()
-    fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
-    assert seen == [weight] * 3
-    assert training.guard.num_saves == 1
-
-
 def test_receipts_say_what_was_touched_and_put_back(training):
     """Per hook, of the last firing."""
     manager = HookManager(hooks=[intervention("wreck", do=training.wreck), observer("a")])

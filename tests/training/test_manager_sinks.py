@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -128,40 +126,6 @@ def test_in_the_step_loop_a_flush_belongs_to_its_last_step():
     ]
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5])
-@pytest.mark.parametrize("flush_every", [None, 2])
-def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, stop, flush_every):
-    """Killed some steps after the checkpoint; log, step log and JSONL are the same but for the time."""
-
-    def made(folder: Path) -> HookManager:
-        return HookManager(
-            hooks=hooks(), sinks=[JSONLSink(folder / "m.jsonl")], log=folder / "records.jsonl",
-            step_metrics_log=folder / "steps.jsonl", flush_every=flush_every,
-        )  # fmt: skip
-
-    def files(folder: Path) -> list[object]:
-        lines = (folder / "records.jsonl").read_text().splitlines()[1:]  # the first has the time and the place
-        log = [{**json.loads(line), "time": 0} for line in lines]
-        return [log, (folder / "m.jsonl").read_text(), (folder / "steps.jsonl").read_text()]
-
-    with made(tmp_path / "whole") as whole:
-        run(whole, steps=12)
-    states = {}
-
-    def killed() -> None:  # without a close, as a kill leaves it
-        manager = made(tmp_path / "killed")
-        run(manager, steps=8, rest=lambda step: states.update({step: manager.state_dict()}))
-
-    killed()
-    with made(tmp_path / "killed") as resumed:
-        resumed.load_state_dict(states[stop])
-        if (stop + 1) % 3 == 0:  # the epoch's end came after the state was taken
-            resumed.flush_step_metrics(stop // 3)
-            fire(resumed, POST_EPOCH, stop // 3)
-        run(resumed, first=stop + 1, steps=12)
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
 # -- the run is the same -------------------------------------------------------------------------------------------
 
 
@@ -197,10 +161,3 @@ def test_a_run_with_log_sinks_and_helper_process_ends_as_one_without(tmp_path):
     assert manager.fan_out.errors == {}
     assert len(list(read_log(tmp_path))) == 24 + 5
     assert len((tmp_path / "slow.txt").read_text().splitlines()) == 24 + 5 + 1
-
-
-def test_the_comparison_of_runs_sees_what_a_sink_could_do(tmp_path):
-    """The test above can fail: one number drawn in between, and the run is another."""
-    with HookManager(hooks=watching(), log=tmp_path / "records.jsonl") as manager:
-        spoiled = train(observed(manager, spoil=lambda: torch.rand(1)), steps=24)
-    assert "weight 0.weight" in differences(train(plain_step, steps=24), spoiled)

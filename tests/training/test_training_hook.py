@@ -6,13 +6,9 @@ import pytest
 import torch
 
 from hookline.errors import HookSignatureError, OptionError
-from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.registry import check_hook
 from hookline.when import HookPoint
-
-CTX = RunDataContext(HookPoint.POST_EPOCH, 0)
 
 
 class Plain(TrainingHook):
@@ -40,33 +36,6 @@ def test_a_hook_is_named_after_its_class_unless_it_says_otherwise():
 
     assert (Plain.name, Named.name, Derived.name) == ("Plain", "named", "Derived")
     assert repr(Named()) == "<Named 'named'>"
-
-
-def test_what_is_left_out_says_what_to_write():
-    """When called, and already when it is checked."""
-    with pytest.raises(
-        NotImplementedError, match=r"TrainingHook has to say what it observes: define compute\(self, ctx\)"
-    ):
-        TrainingHook().compute(CTX)
-    with pytest.raises(NotImplementedError, match=r"define intervene\(self, run_ctx, model_ctx\)"):
-        InterventionHook().intervene(CTX, None)
-    with pytest.raises(HookSignatureError, match="define compute"):
-        check_hook(TrainingHook())
-    with pytest.raises(HookSignatureError, match="define intervene"):
-        check_hook(InterventionHook)
-
-
-def test_more_arguments_are_fine_if_they_have_defaults():
-    """Whatever can be called may be."""
-
-    class More(InterventionHook):
-        def compute(self, ctx, *, window=3):
-            return {}
-
-        def intervene(self, *args, **kwargs):
-            return {}
-
-    check_hook(More)
 
 
 def test_an_unknown_scope_is_refused():

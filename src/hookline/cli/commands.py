@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import inspect
-import keyword
 import re
 import shlex
 import sys
 import time
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from hookline.runs.folder import LOG, read_run_json, run_folder
 if TYPE_CHECKING:
     from hookline.debug.audit.audit import Audit
     from hookline.report.report_page import WrittenPage
-    from hookline.runs.documents import Places
+    from hookline.runs.documents import Place
     from hookline.runs.flags import KeyPath
     from hookline.specs.hook_spec import HookSpec
 
@@ -64,12 +62,14 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
     """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
+    from hookline.lifecycle.registry import HookRegistry
+
     with messages():
         if as_json:
-            found = _resolved(names) if names else list(_all_hooks())
+            found = _resolved(names) if names else list(HookRegistry.get_all_info())
             tell_json("hooks", {"hooks": [_hook_facts(name) for name in found]})
         elif names is None:
-            _list_hooks(_all_hooks())
+            _list_hooks(HookRegistry.get_all_info())
         else:
             for name in _resolved(names):
                 tell_plan("hooks", _hook_facts(name), as_json=False)
@@ -87,13 +87,6 @@ def _list_hooks(known: dict[str, Any]) -> None:
             print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
-
-
-def _all_hooks() -> dict[str, Any]:
-    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    from hookline.lifecycle.registry import HookRegistry
-
-    return HookRegistry.get_all_info()
 
 
 def _resolved(names: Sequence[str]) -> list[str]:
@@ -372,7 +365,7 @@ def check(arguments: Sequence[str]) -> int:
     plan: dict[str, Any] = {"file": options.config}
     with messages(), contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         model = None if options.model is None else model_at(options.model)
-        places: Places = document
+        place_of: Place = document.place
         warned: list[str] = []
         if isinstance(document.values, list) or is_server_file(document.values):
             specs = placed_specs(document, is_server=False, even_off=True)
@@ -382,9 +375,9 @@ def check(arguments: Sequence[str]) -> int:
             if settings.get("enable_hooks") and not settings.get("hooks"):
                 warned.append(f"{NO_HOOKS}.")
         else:
-            specs, places = _of_run(options.config, plan)
+            specs, place_of = _of_run(options.config, plan)
         unmatched = {place: _why_unmatched(model, spec, options.model or "") for place, spec in specs.items()}
-        refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
+        refuse(place_of, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
         plan["hooks"] = [spec_row(spec, model) for spec in specs.values()]
     if options.json:
         tell_json("check", plan | {"warnings": warned})
@@ -397,7 +390,7 @@ def check(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], Places]:
+def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], Place]:
     """Read a run file as a run does before it trains; add what it means to the plan; return its specs."""
     from hookline.runs.build import hook_names
     from hookline.runs.find import make_config
@@ -411,7 +404,7 @@ def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], P
         plan |= {"experiment": found.name, "strategies": found.chosen(run.strategy)}
         plan["config"] = {} if config is None else to_plain(vars(config))
     plan["lifecycle_hooks"] = hook_names(run, found)
-    return {("specs", place): spec for place, spec in enumerate(run.specs)}, run.places
+    return {("specs", place): spec for place, spec in enumerate(run.specs)}, run.place
 
 
 def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
@@ -454,7 +447,7 @@ class ReportOptions:
     Examples:
       hookline report runs/mod_arithmetic/random
       hookline report runs/mod_arithmetic                     # all runs in it
-      hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
+      hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html
       hookline report --live runs/mod_arithmetic              # while they go on
     """
 
@@ -462,8 +455,6 @@ class ReportOptions:
     """Folders of runs, or folders that hold runs."""
     output: Annotated[str | None, Show("FILE", short="-o")] = None
     """Where the page goes; report.html in the first folder if left out."""
-    open: bool = False
-    """Show it in the browser."""
     live: bool = False
     """Write the page again every few seconds while the runs go on; it loads itself anew."""
 
@@ -477,7 +468,7 @@ def report(arguments: Sequence[str]) -> int:
         page = _follow(options)
     else:
         page = _write_report([_run_or_folder(run) for run in options.runs], options)
-        _tell_page(page, options)
+        tell(str(page.path))
     for line in [] if page is None else page.found:  # beside the path, which a shell may take
         print(f"  {line}", file=sys.stderr)
     return DONE
@@ -489,12 +480,6 @@ def _write_report(runs: Sequence[str | Path], options: ReportOptions, *, live: f
     return write_page(runs, options.output, live=live)
 
 
-def _tell_page(page: WrittenPage, options: ReportOptions) -> None:
-    tell(str(page.path))
-    if options.open:
-        webbrowser.open(page.path.resolve().as_uri())
-
-
 def _follow(options: ReportOptions) -> WrittenPage | None:
     """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
     page = None
@@ -503,7 +488,7 @@ def _follow(options: ReportOptions) -> WrittenPage | None:
             began, is_first = time.monotonic(), page is None
             page = _write_report(options.runs, options, live=_PAGE_EVERY)
             if is_first:
-                _tell_page(page, options)
+                tell(str(page.path))
                 tell(f"It is written every {_PAGE_EVERY:g} seconds. Ctrl-C ends that.")
             time.sleep(0 if page.is_over else max(_PAGE_EVERY, 9 * (time.monotonic() - began)))  # a tenth of one core
     except KeyboardInterrupt:
@@ -559,20 +544,8 @@ def compare(arguments: Sequence[str]) -> int:
     from hookline.debug.compare.compare import compare as compare_runs
     from hookline.debug.compare.judge import parse_thresholds
 
-    try:
-        found = compare_runs(
-            options.a,
-            options.b,
-            atol=options.atol,
-            rtol=options.rtol,
-            thresholds=parse_thresholds(options.threshold),
-            noise=list(options.noise) or None,
-        )
-    except HooklineError as error:
-        if all((Path(path) / LOG).exists() for path in (options.a, options.b)):
-            runs = shlex.join([options.a, options.b])
-            raise OptionError(f"These are runs, not traces. Side by side: hookline report {runs}.") from error
-        raise
+    thresholds, noise = parse_thresholds(options.threshold), list(options.noise) or None
+    found = compare_runs(options.a, options.b, atol=options.atol, rtol=options.rtol, thresholds=thresholds, noise=noise)
     tell_found("compare", found.to_json(), found, as_json=options.json)
     if options.html is not None:
         try:
@@ -604,7 +577,7 @@ class ReplayOptions:
     run: Annotated[str, Show("RUN", is_word=True)]
     """The folder of a run, or its records.jsonl."""
     to: Annotated[str, Show("SINK|PKG.MOD:CLASS")]
-    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, prometheus, console, memory,
+    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, console, memory,
     or one of your own."""
     into: Annotated[str | None, Show("PATH")] = None
     """The file or folder (for mlflow a file, FILE.db); in the run's folder if left out."""
@@ -670,35 +643,28 @@ class NewOptions:
     """What it is."""
     file: Annotated[str, Show("FILE", is_word=True)]
     """Where it goes; its name gives the class its name."""
-    force: bool = False
-    """Write over a file that is there."""
 
 
 def new(arguments: Sequence[str]) -> int:
     """Write the file, and print how to try it."""
     options = parse(NewOptions, arguments, "new")
-    path, cls = _write_template(options.kind, options.file, force=options.force)
+    path, cls = _write_template(options.kind, options.file)
     tell(f"{path} has the {options.kind} {cls}. Try it:")
     tell(f"  {_NEXT[options.kind].format(named=shlex.quote(f'{path}:{cls}'))}")
     return DONE
 
 
-def _write_template(kind: str, file: str, *, force: bool) -> tuple[Path, str]:
+def _write_template(kind: str, file: str) -> tuple[Path, str]:
     """Write a template; return its path, and the name of its class."""
     path = Path(file if file.endswith(".py") else f"{file}.py")
     name = re.sub(r"\W+", "_", path.stem).strip("_").lower()
     cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if keyword.iskeyword(name):
-        raise OptionError(f"{path.name!r} is named after a keyword of Python, {name!r}: take another name.")
     if not cls.isidentifier():
         raise OptionError(f"A class cannot be named after {path.name!r}: begin it with a letter.")
-    if path.exists() and not force:
-        raise OptionError(f"{path} is there already; take another name, or --force.")
+    if path.exists():
+        raise OptionError(f"{path} is there already; take another name.")
     template = importlib.resources.files("hookline.cli").joinpath("templates", f"{kind}.py.txt")
     text = Template(template.read_text(encoding="utf-8")).substitute(Class=cls, name=name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error.strerror}.") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
     return path, cls

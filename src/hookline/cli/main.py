@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    _replace_unknown_letters()
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         return _dispatch(arguments)
@@ -83,14 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except Exception as error:
         return _explain(error, debug=debug)
-
-
-def _replace_unknown_letters() -> None:
-    """Print question marks for letters that the screen lacks, in a formula or a layer's name."""
-    for stream in (sys.stdout, sys.stderr):
-        encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-        if hasattr(stream, "reconfigure") and encoding not in ("", "utf8"):
-            stream.reconfigure(errors="replace")
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -131,16 +122,14 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
 
 def _print_error(error: BaseException, *, debug: bool) -> None:
-    """Print an error of hookline as a sentence; of others, or where the user's code called it, the user's frames."""
-    from hookline.cli.screen import has_own_frames, own_text, shell_text
-    from hookline.errors import HooklineError, MissingPackageError, help_line
+    """Print an error of hookline as a sentence; of others, or if asked to, the traceback."""
+    from hookline.cli.screen import shell_text
+    from hookline.errors import HooklineError, help_line
 
-    if debug:
+    if debug or not isinstance(error, HooklineError):
         traceback.print_exception(error)
-    elif isinstance(error, MissingPackageError) or (isinstance(error, HooklineError) and not has_own_frames(error)):
-        notes = getattr(error, "__notes__", ())
-        if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
-            notes = [note for note in notes if note != help_line(type(error))]
-        print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)
-    else:
-        print(own_text(error), file=sys.stderr)
+        return
+    notes = getattr(error, "__notes__", ())
+    if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
+        notes = [note for note in notes if note != help_line(type(error))]
+    print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)

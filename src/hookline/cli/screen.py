@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import Hint
@@ -32,7 +31,6 @@ _WIDE: Final = 160
 _MOST_IN_CELL: Final = 12
 _JSON_VERSION: Final = 2
 """Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
 _HINTS: Final = {
     Hint.RESUME_ANYWAY: "To continue anyway: --force.",
     Hint.REFERENCE_WEIGHTS: "Give it some: --hook-config reference_weights.path=FILE.",
@@ -153,35 +151,6 @@ def shell_text(problem: HooklineError | HooklineWarning, model: str = "MODEL") -
     return problem.text({**_HINTS, Hint.LIST_MODULES: f"See all: hookline find {shlex.quote(model)}"})
 
 
-def own_text(error: BaseException) -> str:
-    """Return what an error says, below the frames of the user's code; without any, below hookline's last call."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    title = "Traceback (your code; all of it: --debug):"
-    if not own and not (isinstance(error, SyntaxError) and _is_users(error.filename or "<")):  # that names its place
-        ours = [place for place, frame in enumerate(frames) if _is_ours(frame.filename)]
-        own = frames[ours[-1] if ours else 0 :]
-        title = "Traceback (none of it is your code; from hookline's last call on; all of it: --debug):"
-    shown = [title, *traceback.format_list(own)] if own else []
-    return "\n".join(text.rstrip() for text in [*shown, *traceback.format_exception_only(error)])
-
-
-def has_own_frames(error: BaseException) -> bool:
-    """Return whether code of the user was running when ``error`` was raised."""
-    return any(_is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
-
-
-def _is_ours(filename: str) -> bool:
-    return Path(filename).resolve().is_relative_to(_PACKAGE)
-
-
-def _is_users(filename: str) -> bool:
-    """Return whether a file is neither hookline's nor that of an installed package or of Python itself."""
-    path = Path(filename).resolve()
-    is_installed = "site-packages" in path.parts or path.is_relative_to(Path(traceback.__file__).resolve().parent)
-    return not (filename.startswith("<") or is_installed or _is_ours(filename))
-
-
 class _Lines(logging.Handler):
     """Print to the standard error of the moment: while a progress bar is drawn, that is the bar's."""
 
@@ -190,16 +159,11 @@ class _Lines(logging.Handler):
         self._prefix = prefix
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line.
-
-        Not that a checkpoint was saved: there may be one every second. Nor, at level INFO, where an error came from: a
-        warning has said it in a sentence.
-        """
-        if record.levelno <= logging.INFO and (record.name.startswith("hookline.training.") or record.exc_info):
+        """Print a line; at level INFO not where an error came from: a warning has said it in a sentence."""
+        if record.levelno <= logging.INFO and record.exc_info:
             return
-        error = record.exc_info[1] if record.exc_info else None
-        shown = [] if error is None else [own_text(error)]
-        print("\n".join([f"{self._prefix}{record.getMessage()}", *shown]), file=sys.stderr)
+        shown = "".join(traceback.format_exception(record.exc_info[1])) if record.exc_info else ""
+        print(f"{self._prefix}{record.getMessage()}\n{shown}", end="", file=sys.stderr)
 
 
 @contextmanager

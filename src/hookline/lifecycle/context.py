@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = nullcontext()
 
-Number = float | Tensor | Callable[[], Any] | None
-"""How a figure may be given: as it is, still on the device, or as something that finds it out."""
+_T = TypeVar("_T")
 
 
 # -- the profiler ----------------------------------------------------------------------------------------------
@@ -95,39 +94,43 @@ def _synchronize() -> None:
 # -- the context -----------------------------------------------------------------------------------------------
 
 
-class _WhenRead:
+class _WhenRead(Generic[_T]):
     """Take a value, or a function that finds it out, which is called when the field is first read.
 
-    With ``as_float`` a number, a tensor of one element, or a function that finds one out, is read as a float. The
-    device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of every
-    step in, without a step waiting for it.
+    A figure is read as a float, by `_as_float`. The device is waited for when the field is first read, and never if it
+    is not: a loop may put the loss tensor of every step in, without a step waiting for it.
     """
 
-    def __init__(self, *, as_float: bool = False) -> None:
-        self._as_float = as_float
+    def __init__(self, convert: Callable[[Any], _T]) -> None:
+        self._convert = convert
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-        self.read = f"_{name}_read"
+        self.name, self.read = name, f"_{name}_read"
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> _T | None: ...
+    def __get__(self, instance: Any, owner: type) -> _T | None:
         if instance is None:
             return None  # which is how a dataclass asks for the default
-        known = instance.__dict__
+        known = vars(instance)
         if self.read not in known:
-            value = known.get(self.name)
+            value = known[self.name]
             value = value() if callable(value) and not isinstance(value, Tensor) else value
-            if self._as_float and value is not None:  # item(), as float() of what needs a gradient is warned of
-                value = float(value.item() if isinstance(value, Tensor) else value)
-            known[self.read] = value
-        return known[self.read]
+            known[self.read] = None if value is None else self._convert(value)
+        found: _T | None = known[self.read]
+        return found
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        # Only ever called by the __init__ of a dataclass that is derived: the class is frozen.
-        instance.__dict__[self.name] = value
+    def __set__(self, instance: object, value: _T | Tensor | Callable[[], Any] | None) -> None:
+        vars(instance)[self.name] = value  # the class is frozen: only its __init__ comes here
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+def _as_float(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)  # float() of what needs a gradient warns
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class RunDataContext:
     """The state of the run at one point, for reading.
 
@@ -156,54 +159,24 @@ class RunDataContext:
     """The batch within the epoch."""
     batch_data: Any = None
     """The batch."""
-    loss: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
+    loss: _WhenRead[float] = _WhenRead(_as_float)
     """Of the step, or the mean over the epoch."""
-    train_acc: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
+    train_acc: _WhenRead[float] = _WhenRead(_as_float)
     """Accuracy on the training data."""
-    val_acc: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
+    val_acc: _WhenRead[float] = _WhenRead(_as_float)
     """Accuracy on the validation data."""
-    lr: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
+    lr: _WhenRead[float] = _WhenRead(_as_float)
     """The learning rate."""
     accumulated_grads: Mapping[str, Tensor] | None = None
     """Mean gradients of the epoch, by parameter; if a hook that is due has ``needs_grads``."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradients of the step before, by parameter; if a hook that is due has ``needs_prev_step_grads``."""
-    target_grad: Mapping[str, Tensor] | None = _WhenRead()  # type: ignore[assignment]
+    target_grad: _WhenRead[Mapping[str, Tensor]] = _WhenRead(lambda gradient: gradient)
     """A gradient to compare with, if the experiment has one."""
     profiler: CheckpointProfiler = OFF
     """For timing parts of a hook: ``with ctx.profiler.section("svd"):``."""
     eval_metrics: Mapping[str, Any] | None = None
     """All that the experiment's evaluation found, if it was made just now."""
-
-    # By hand: figures may be given as more than they read as, and the one of a frozen dataclass takes 3 µs.
-    def __init__(
-        self,
-        hook_point: HookPoint,
-        epoch: int,
-        step: int | None = None,
-        model: nn.Module | None = None,
-        config: Any = None,
-        loader: Any = None,
-        batch_idx: int | None = None,
-        batch_data: Any = None,
-        loss: Number = None,
-        train_acc: Number = None,
-        val_acc: Number = None,
-        lr: Number = None,
-        accumulated_grads: Mapping[str, Tensor] | None = None,
-        prev_step_grads: Mapping[str, Tensor] | None = None,
-        target_grad: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor] | None] | None = None,
-        profiler: CheckpointProfiler | None = None,
-        eval_metrics: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.__dict__.update(
-            hook_point=hook_point, epoch=epoch, step=step, model=model, config=config, loader=loader,
-            batch_idx=batch_idx, batch_data=batch_data, loss=loss, train_acc=train_acc, val_acc=val_acc, lr=lr,
-            accumulated_grads=accumulated_grads, prev_step_grads=prev_step_grads, target_grad=target_grad,
-            eval_metrics=eval_metrics,
-        )  # fmt: skip
-        if profiler is not None:
-            self.__dict__["profiler"] = profiler
 
     def with_profiler(self, profiler: CheckpointProfiler) -> Self:
         """Return the same context with a profiler, if it has none; nothing is read from the device."""

@@ -285,22 +285,8 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would continue "
             "without: define set_state_tensors(self, tensors)."
         )
-    _check_call(cls, "compute", 1)
-    if is_intervention:
-        _check_call(cls, "intervene", 2)
-        if hook.scope not in _SCOPES:  # type: ignore[union-attr]
-            raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
-
-
-def _check_call(cls: type[TrainingHook], method: str, count: int) -> None:
-    function = inspect.getattr_static(cls, method)
-    if not inspect.isfunction(function):
-        return  # a static or class method, a partial: whoever does that knows what it takes
-    signature, wanted = inspect.signature(function), _CALLS[method]
-    try:
-        signature.bind(*[None] * (count + 1))
-    except TypeError as error:
-        raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
+    if is_intervention and hook.scope not in _SCOPES:  # type: ignore[union-attr]
+        raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
 
 
 def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
@@ -361,10 +347,8 @@ def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
         return thing
     if is_tracker(thing) and not isinstance(thing, type):
         return TrackerHook(thing)
-    remedy = "; hooks by name go into hook_names=" if isinstance(thing, str) else ""
-    if isinstance(thing, type):
-        remedy = f": call it, hooks=[{thing.__name__}()]" if is_tracker(thing) else ": derive it from TrainingHook"
-    raise OptionError(f"hooks= takes TrainingHooks, trackers and watches; got {type_name(thing)}{remedy}.")
+    by_name = "; hooks by name go into hook_names=" if isinstance(thing, str) else ""
+    raise OptionError(f"hooks= takes TrainingHooks, trackers and watches; got {type_name(thing)}{by_name}.")
 
 
 register_built_ins()

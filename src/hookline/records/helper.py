@@ -20,7 +20,7 @@ import weakref
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import OptionError
@@ -168,7 +168,7 @@ class HelperProcess:
         home = str(Path(__file__).parents[2])
         before = os.environ.get("PYTHONPATH")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, before] if before else [home])}
-        with _output_beside(self._log.path) as output:
+        with (self._log.path.parent / ".helper.log").open("ab") as output:
             process = subprocess.Popen(
                 # -P: a csv.py in the current folder must not shadow Python's own. -B: on a full disk Python 3.11 leaves
                 # half a .pyc, and no later process could begin.
@@ -214,14 +214,6 @@ class HelperProcess:
         """Return which sinks have not received all records below ``number``."""
         missing = {name: number - self._log.kept(name).get("number", 0) for name in (r["name"] for r in self._recipes)}
         return ", ".join(f"{name} by {count:,}" for name, count in missing.items() if count > 0)
-
-
-def _output_beside(log: Path) -> IO[bytes]:
-    """Return the file for what sinks print."""
-    try:
-        return (log.parent / ".helper.log").open("ab")
-    except OSError:
-        return Path(os.devnull).open("ab")
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:

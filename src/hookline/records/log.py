@@ -384,13 +384,7 @@ class RecordLog(Log):
         self._lock: FileLock | None = None
         self._waiting = bytearray()  # the end of the log, which is not in the file yet
         self._back_off = BackOff(first=0.5)
-        try:
-            self._open()
-        except OSError as error:
-            if self.path.exists():  # what is in it has to be known before anything can be added
-                raise
-            self._fail(error)
-            self._add(self._first_line())
+        self._open()
 
     def append(self, entry: Entry) -> Entry:
         """Write ``entry``, now or when there is room again; return a record with its number."""
@@ -550,8 +544,6 @@ def _numbered(record: Record, number: int) -> Record:
 
 def _lock_for(path: Path) -> FileLock:
     """Return the lock that says that this process alone writes to ``path``."""
-    if path.exists() and not path.is_file():  # a device or a pipe cannot be read back, and /dev/full has no end
-        raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
     beside = path.with_name(f".{path.name}.lock")  # not the log: whoever reads and closes that would release the lock
     lock = take_lock(beside)
     if lock is None:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from hookline.error_policy import warn_user
-from hookline.errors import HookSignatureError, MissingPackageError, OptionError
+from hookline.errors import MissingPackageError, OptionError
 from hookline.files import AppendFile
 from hookline.messages import type_name
 
@@ -91,15 +91,6 @@ class MetricSink:
     slow: ClassVar[bool] = False
     """Whether it would delay the training thread: then it runs in a process of its own, which reads the log. It is
     made there anew from ``options()``."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class that lacks a method before the run begins."""
-        if cls.write is MetricSink.write and cls.emit in (MetricSink.emit, RunSink.emit):
-            raise HookSignatureError(
-                f"{cls.__name__} has to say what becomes of metrics: define emit(self, metrics, epoch, hook_point), or "
-                "write(self, record)."
-            )
-        return super().__new__(cls)
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Take in the metrics of one record: numbers, lists and dictionaries, by ``"hook/metric"``.

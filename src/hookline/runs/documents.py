@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, get_args
+from typing import Annotated, Any, Final, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, StrictBool, TypeAdapter, ValidationError, ValidationInfo
@@ -39,6 +39,8 @@ _RUN_KEYS: Final = frozenset(("experiment", "strategy", "specs", "sinks", "conso
 """Keys that a run file has, and no server."""
 Fault = tuple[KeyPath, str]
 """The path to a value that is wrong, and a sentence about it."""
+Place = Callable[[KeyPath], str]
+"""Returns where a value was given, for a message."""
 Lines = dict[KeyPath, int]
 """The line of each value, counted from 1."""
 
@@ -60,16 +62,12 @@ class Document:
         except (RecursionError, yaml.YAMLError):
             return {}
 
-    def line_of(self, path: Sequence[str | int]) -> int | None:
-        """Return the line of the value at `path`, or of the innermost value around it that has one."""
-        keys = tuple(path)
-        while keys and keys not in self.lines:
-            keys = keys[:-1]
-        return self.lines.get(keys)
+    def place(self, path: KeyPath) -> str:
+        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``.
 
-    def place(self, path: Sequence[str | int]) -> str:
-        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``."""
-        line = self.line_of(path)
+        The line is that of the innermost value around it that has one.
+        """
+        line = next((found for depth in range(len(path), -1, -1) if (found := self.lines.get(path[:depth]))), None)
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
         return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
 
@@ -239,16 +237,6 @@ _READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lin
 # -- what is wrong, and where ----------------------------------------------------------------------------------
 
 
-class Places(Protocol):
-    """Where values were given: a `Document`, or several sources."""
-
-    def place(self, path: KeyPath) -> str:
-        """Return where a value stands, for a message."""
-
-    def line_of(self, path: KeyPath) -> int | None:
-        """Return its line."""
-
-
 class EscapedError(Exception):
     """Carry an error of the user's own code through pydantic, which would take a ValueError for a mistake."""
 
@@ -286,10 +274,10 @@ def collected() -> Iterator[Faults]:
         raise ValidationError.from_exception_data("Run", details)
 
 
-def validated(kind: Any, values: Any, places: Places, faults: Sequence[Fault] = (), **context: Any) -> Any:
+def validated(kind: Any, values: Any, place: Place, faults: Sequence[Fault] = (), **context: Any) -> Any:
     """Return `values` as `kind`, a type; raise one error with all that is wrong, `faults` among it.
 
-    Recipe: ``validated(list[HookSpec], document.values, document)``.
+    Recipe: ``validated(list[HookSpec], document.values, document.place)``.
     """
     found = escaped = None
     try:
@@ -300,14 +288,13 @@ def validated(kind: Any, values: Any, places: Places, faults: Sequence[Fault] = 
         faults = [*faults, *_faults_of(error, values, kind)]
     if escaped is not None:  # raised outside of the block: within it, each error would be the context of the other
         raise escaped
-    refuse(places, faults)
+    refuse(place, faults)
     return found
 
 
-def refuse(places: Places, faults: Sequence[Fault]) -> None:
-    """Raise one error with all of `faults`, by line; do nothing if there are none."""
-    ordered = sorted(faults, key=lambda fault: places.line_of(fault[0]) or 0)
-    lines = [f"{places.place(path)}: ".removeprefix(": ") + text for path, text in ordered]
+def refuse(place: Place, faults: Sequence[Fault]) -> None:
+    """Raise one error with all of `faults`; do nothing if there are none."""
+    lines = [f"{place(path)}: ".removeprefix(": ") + text for path, text in faults]
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
@@ -413,7 +400,7 @@ def placed_specs(document: Document, *, is_server: bool, even_off: bool = False)
         even_off: Whether they count in any case.
     """
     if isinstance(document.values, list):
-        listed = validated(list[Spec], document.values, document, is_server=is_server)
+        listed = validated(list[Spec], document.values, document.place, is_server=is_server)
         return {(number,): spec for number, spec in enumerate(listed)}
     settings = _validated_server(document, is_server=is_server)
     is_off = settings.enable_hooks is False and not even_off
@@ -442,4 +429,4 @@ def server_settings(document: Document) -> dict[str, Any]:
 
 
 def _validated_server(document: Document, *, is_server: bool) -> Any:
-    return validated(ServerFile, document.settings("enable_hooks, hooks"), document, is_server=is_server)
+    return validated(ServerFile, document.settings("enable_hooks, hooks"), document.place, is_server=is_server)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
@@ -31,8 +31,6 @@ from hookline.runs.run import Run, run_flags_by_name
 EMBEDDED: Final = {"mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic"}
 """The experiment that comes with hookline, one short file to read and to begin from, by its name."""
 
-_LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed")
-"""Programs that start scripts, also where they are not on the PATH."""
 _USUAL: Final = {"epoch": 10, "step": 1000}
 """How long to train if nothing says it."""
 _SEEDS_APART: Final = 1_000_003
@@ -103,7 +101,7 @@ def find_experiment(path: str) -> FoundExperiment:
     if path in EMBEDDED:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
     if ":" not in path and "." not in path and "/" not in path:
-        if path in _LAUNCHERS or shutil.which(path):
+        if shutil.which(path):
             raise OptionError(f"{path} is a program, which stands behind --: hookline run -- {path} train.py.")
         raise OptionError(
             f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} Your own: "
@@ -166,16 +164,9 @@ def _of_class(cls: type, path: str) -> FoundExperiment:
 
 def _call(make: Callable[..., Any], config: Any, strategy: str) -> Any:
     """Call ``make(config, strategy)``, or with as many of the two as it takes."""
-    parameters = [
-        one
-        for one in inspect.signature(make).parameters.values()
-        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL)
-    ]
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        return make(config, strategy)
-    if len(parameters) == 1 and parameters[0].name == "strategy":
-        return make(strategy)
-    return make(*(config, strategy)[: len(parameters)])
+    parameters = inspect.signature(make).parameters.values()
+    by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return make(*(config, strategy)[: len(by_place)])
 
 
 def _of_function(function: Callable[..., Any], path: str) -> FoundExperiment:
@@ -273,11 +264,11 @@ def make_experiment(run: Run, found: FoundExperiment, strategy: str) -> RunExper
     """Return the experiment of a strategy, seeded, on its device, with its share of the data."""
     seed_everything(run.seed)
     made = _make(run, found, strategy)
-    device, dtype = device_of(local_device(run.device)), dtype_of(run.dtype)
+    device = device_of(local_device(run.device))
     if hasattr(made.experiment, "to"):
-        made.experiment.to(device, dtype)
+        made.experiment.to(device)
     else:
-        made.experiment.model.to(device=device, dtype=dtype)
+        made.experiment.model.to(device)
     if run.with_compile:
         made.experiment.model.compile()
     rank, ranks = launched_ranks()
@@ -314,7 +305,6 @@ def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
 
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
-_DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 
 
 def seed_everything(seed: int) -> None:
@@ -335,28 +325,20 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    cudnn: Any = torch.backends.cudnn
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    kernels = cudnn.deterministic, cudnn.benchmark
-    fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
-    precision = matmul_precision and torch.get_float32_matmul_precision()
+    from hookline.guard.guard import TorchSwitches
+
+    before, memory = TorchSwitches(), cast(Any, torch.utils.deterministic)
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
-            cudnn.deterministic, cudnn.benchmark = True, False
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice
         if matmul_precision is not None:
             torch.set_float32_matmul_precision(matmul_precision)
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.deterministic, cudnn.benchmark = kernels
-        memory.fill_uninitialized_memory = fills
-        torch.set_num_threads(threads)
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
+        before.restore()
 
 
 def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:
@@ -386,17 +368,6 @@ def device_of(name: str | None) -> Any:
         said = str(error).strip().partition("\n")[0].rstrip(".")
         raise OptionError(f"{name}: there is no such device here ({said}). cpu is always there.") from None
     return device
-
-
-def dtype_of(name: str | None) -> Any:
-    """Return the dtype of that name; None for None."""
-    import torch
-
-    if name is None:
-        return None
-    if name.removeprefix("torch.") not in _DTYPES:
-        raise OptionError(f"{name}: parameters cannot be that.{unknown_name_text(name, _DTYPES)}")
-    return getattr(torch, name.removeprefix("torch."))
 
 
 # -- several processes, started by torchrun ---------------------------------------------------------------------

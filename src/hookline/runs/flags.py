@@ -96,11 +96,9 @@ def options_of_dataclass(cls: Any, heading: str = COMMAND, above: KeyPath = (), 
 
 
 def _field_help(cls: type) -> dict[str, str]:
-    """Return what is said of each field of a dataclass: ``metadata["help"]``, or the string under it."""
+    """Return what is said of each field of a dataclass: the string under it."""
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    found = {name: text for base in bases for name, text in _strings_under_fields(base)}
-    told = {one.name: one.metadata.get("help") for one in dataclasses.fields(cls)}
-    return found | {name: text for name, text in told.items() if isinstance(text, str)}
+    return {name: text for base in bases for name, text in _strings_under_fields(base)}
 
 
 def _strings_under_fields(cls: type) -> Iterator[tuple[str, str]]:

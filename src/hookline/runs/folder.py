@@ -22,7 +22,6 @@ from typing import Any, Final
 from hookline.error_policy import error_text
 from hookline.errors import ConfigError, OptionError
 from hookline.files import replace_file
-from hookline.messages import did_you_mean
 from hookline.plain import to_plain
 
 LOG: Final = "records.jsonl"
@@ -84,7 +83,7 @@ def run_folder(path: str | Path) -> Path:
     """Return the folder of a run that a user means by its path, or by that of the log in it."""
     folder = Path(path)
     if not folder.exists():
-        raise OptionError(f"There is no folder {path}.{_runs_near(folder)}")
+        raise OptionError(f"There is no folder {path}: hookline run leaves one in runs/EXPERIMENT/STRATEGY.")
     if folder.is_file():
         folder = folder.parent
     if (folder / LOG).exists() or (folder / _FACTS).exists():
@@ -92,16 +91,8 @@ def run_folder(path: str | Path) -> Path:
     below = sorted(one.parent for one in folder.glob(f"**/{LOG}")) if folder.is_dir() else []
     if len(below) == 1:
         return below[0]
-    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _runs_near(folder)
+    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else ""
     raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
-
-
-def _runs_near(folder: Path) -> str:
-    """Return the end of an error about a folder: the runs there are, at most eight."""
-    known = sorted({str(one.parent) for one in Path("runs").glob(f"*/*/{_FACTS}")})
-    if not known:
-        return f" hookline run leaves one in runs/EXPERIMENT/STRATEGY; hl.follow(…, log='FOLDER/{LOG}') leaves one too."
-    return f"{did_you_mean(folder, known)} Runs here: {', '.join(known[:8])}{', …' * (len(known) > 8)}."
 
 
 class RunFailed(Exception):

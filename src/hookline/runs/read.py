@@ -7,14 +7,14 @@ nested dictionary of what was given; the later one wins. A mistake is told with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 from hookline.errors import HooklineError, OptionError
 from hookline.load import from_folder
-from hookline.runs.documents import ENDINGS, Document, Fault, read_document, validated
+from hookline.runs.documents import ENDINGS, Document, Fault, Place, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
 from hookline.runs.flags import (
     COMMAND,
@@ -103,25 +103,13 @@ class Source(NamedTuple):
     """What was given at one place."""
 
     values: Values
-    place: Callable[[KeyPath], str]
+    place: Place
     """Returns where a value is, for messages."""
-    line_of: Callable[[KeyPath], int | None] = lambda path: None
 
 
-class Sources(list[Source]):
-    """What was given, the later over the earlier."""
-
-    def place(self, path: KeyPath) -> str:
-        """Return where the value at `path` was given."""
-        return self._of(path).place(path)
-
-    def line_of(self, path: KeyPath) -> int | None:
-        """Return the line of the value at `path`."""
-        return self._of(path).line_of(path)
-
-    def _of(self, path: KeyPath) -> Source:
-        """Return the source that has the value at `path`, or most of the way to it; of two, the later."""
-        return max(reversed(self), key=lambda source: _depth(source.values, path))
+def _place_in(sources: Sequence[Source]) -> Place:
+    """Return what tells where a value was given: by the source that has most of the way to it; of two, the later."""
+    return lambda path: max(reversed(sources), key=lambda source: _depth(source.values, path)).place(path)
 
 
 def _depth(values: Any, path: KeyPath) -> int:
@@ -304,11 +292,7 @@ def _source(document: Document) -> Source:
         return max([path, *others, ("config", *path)], key=lambda one: _depth(values, one) - len(one) + len(path))
 
     given = object_of_hooks({key: value for key, value in values.items() if value is not None})
-    return Source(
-        placed_files(given, document.path.parent),
-        lambda path: document.place(in_file(path)),
-        lambda path: document.line_of(in_file(path)),
-    )
+    return Source(placed_files(given, document.path.parent), lambda path: document.place(in_file(path)))
 
 
 def placed_files(values: Values, folder: Path) -> Values:
@@ -380,9 +364,9 @@ def _validated(
         faults = faults + ([] if found is None else _lift(source.values, found))
         given = _merged(given, source.values)
     groups = None if is_unknown else {} if found is None else found.hook_sets
-    places = Sources(sources)
-    run: Run = validated(Run, given, places, faults, found=found, groups=groups)
-    run._sources = places
+    place = _place_in(sources)
+    run: Run = validated(Run, given, place, faults, found=found, groups=groups)
+    run._place = place
     return run
 
 

@@ -26,10 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.runs.documents import Places, Spec, collected
-from hookline.runs.flags import Option, Show, options_of_model
+from hookline.runs.documents import Place, Spec, collected
+from hookline.runs.flags import KeyPath, Option, Show, options_of_model
 
-_LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
 _HOOKS: Final = "Hooks"
 _SINKS: Final = "Where metrics go, beside the record log and the console"
@@ -67,7 +66,6 @@ _HOOK: Final = _looked_up("hookline.runs.build:known_hook")
 _SINK: Final = _looked_up("hookline.runs.build:known_sink")
 _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.find:device_of")
-_DTYPE: Final = _looked_up("hookline.runs.find:dtype_of")
 
 
 def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
@@ -202,8 +200,6 @@ class Sinks(_Part):
     """A local MLflow store, in the run's folder."""
     wandb: Annotated[str | None, _sink_flag("hook_wandb", "PROJECT")] = None
     """Weights & Biases: a run per strategy, in one group."""
-    prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), _sink_flag("hook_prometheus", "PORT")] = None
-    """A page of the newest values on a port of this machine; 0: one that is free."""
     others: Annotated[
         list[Annotated[Sink, BeforeValidator(_as_sink)]],
         _sink_flag("hook_sink", "NAME|PKG.MOD:CLASS ..."),
@@ -211,19 +207,19 @@ class Sinks(_Part):
     """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
     hookline.sinks (memory: MemorySink)."""
 
-    @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
+    @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
         from hookline.runs.build import known_sink
 
-        if value is not None and value is not False:
+        if value:
             known_sink(str(info.field_name))
         return value
 
     def chosen(self) -> dict[str, Any]:
         """Return the sinks with a flag of their own that are on, by name."""
         values = ((name, getattr(self, name)) for name in type(self).model_fields if name != "others")
-        return {name: value for name, value in values if value is not None and value is not False}
+        return {name: value for name, value in values if value}
 
     def files(self, strategy: str) -> dict[str, str]:
         """Return the files that these write into the folder of the run, by sink."""
@@ -270,8 +266,6 @@ class Run(_Part):
     """What all random streams start from."""
     device: Annotated[str | None, _DEVICE, Show("DEVICE", group=_TRAINING)] = None
     """cpu, cuda, cuda:1, mps; if left out, the GPU if there is one."""
-    dtype: Annotated[str | None, _DTYPE, Show("DTYPE", group=_TRAINING)] = None
-    """Turn the model's parameters into this: float32, float64, bfloat16, float16."""
     with_compile: Annotated[bool, Show(group=_TRAINING)] = False
     """Compile the model (torch.compile); hooks fire all the same."""
     determinism: Annotated[bool, Show(group=_TRAINING)] = True
@@ -308,13 +302,12 @@ class Run(_Part):
     any case."""
     validate_checkpoints: Annotated[Every, Show("[N]", group=_SAVING)] = False
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
-    _sources: Places | None = PrivateAttr(default=None)
+    _place: Place | None = PrivateAttr(default=None)
 
-    @property
-    def places(self) -> Places:
-        """Where its values were given, for messages; only of a run that was read."""
-        assert self._sources is not None
-        return self._sources
+    def place(self, path: KeyPath) -> str:
+        """Return where a value was given, for messages; only of a run that was read."""
+        assert self._place is not None
+        return self._place(path)
 
     @field_validator("strategy")
     @classmethod

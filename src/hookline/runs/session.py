@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from hookline import checkpoint_file
 from hookline.errors import OptionError, ResumeError
+from hookline.guard.digest import changed, digest
 from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.log import FanOut
@@ -173,7 +171,6 @@ class Session:
             raise RunFailed(_after_failure(folder, manager)) from error
         except BaseException as error:  # a second Ctrl-C
             notes.end("stopped", time.perf_counter() - began, error=error)
-            self._shown.say(_left_at_once(folder))
             raise
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
@@ -217,12 +214,6 @@ def _after_failure(folder: Path, manager: HookManager) -> str:
     return " ".join(lines)
 
 
-def _left_at_once(folder: Path) -> str:
-    newest = max(checkpoints_in(folder), default=None)
-    there = "there is no checkpoint to continue from" if newest is None else f"--resume continues from {newest}"
-    return f"Stopped at once, without saving; {there}."
-
-
 # -- --record-trajectory and --validate-checkpoints ------------------------------------------------------------
 
 
@@ -264,14 +255,5 @@ class ValidatedCheckpoints(Checkpoints):
 
 
 def differing(saved: Any, found: Any) -> list[str]:
-    """Return the places where two trees differ."""
-    one, other = ({path: _bits(leaf) for path, leaf in leaves(tree)} for tree in (saved, found))
-    return [path for path in one | other if path not in one or path not in other or one[path] != other[path]]
-
-
-def _bits(value: Any) -> Any:
-    """Return everything of a tensor or array: its type, its shape, its bytes; a number with all its digits."""
-    if not isinstance(value, torch.Tensor | np.ndarray):
-        return repr(value) if isinstance(value, float) else value  # NaN is the same as itself
-    flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
-    return type(value).__module__, value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).numpy().data)
+    """Return the places where two trees differ, by a bit."""
+    return changed(*({path: digest(leaf) for path, leaf in leaves(tree)} for tree in (saved, found)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -122,12 +122,11 @@ class CSVSink(FileSink):
         path = self.path
 
         def write(draft: Path) -> None:
-            with draft.open("wb", buffering=1 << 18) as file, path.open("rb", buffering=1 << 18) as old:
-                rows = _whole_rows(old)
-                header = next(csv.reader(StringIO(next(rows, b"").decode(), newline="")), [])
-                more = b"," * (len(self._place) - len(header)) + b"\n"
+            with draft.open("wb", buffering=1 << 18) as file, path.open(encoding="utf-8", newline="") as old:
+                rows = csv.reader(old)
+                more = [""] * (len(self._place) - len(next(rows, [])))
                 file.write(_joined(map(_quoted, self._place)))
-                file.writelines(row[:-1] + more for row in rows)
+                file.writelines(_joined(map(_quoted, [*row, *more])) for row in rows)
                 file.writelines(map(self._line, new))
             self._release()  # what is written from now on goes to the new file
 
@@ -169,13 +168,3 @@ def _quoted(text: str) -> str:
     # With this line ending the module quotes \r as well as \n in a cell; a bare \r would end a row for its reader.
     csv.writer(buffer, lineterminator="\r\n").writerow([text])
     return buffer.getvalue()[:-2]
-
-
-def _whole_rows(file: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield each row with its newline, which may not be its only one."""
-    whole = b""
-    for line in file:
-        whole += line
-        if whole.count(b'"') % 2 == 0:
-            yield whole
-            whole = b""

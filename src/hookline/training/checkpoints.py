@@ -10,7 +10,6 @@ ranks have written.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.ranks import OneProcess
 
-logger = logging.getLogger(__name__)
-
 _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
 _NOT_THERE: Final = "(not there)"
@@ -74,8 +71,6 @@ class Checkpoints:
         keep: How many of the newest stay.
         config: The settings of the run; going on with others is refused. If left out, ``experiment.config``.
         force: Go on with other settings all the same.
-        replay: Of a loader that can only be iterated (no length, no ``state_dict()``): whether it gives the same again
-            when random streams stand where they stood. Otherwise there are checkpoints only between passes over it.
     """
 
     def __init__(
@@ -87,7 +82,6 @@ class Checkpoints:
         keep: int = 2,
         config: Mapping[str, Any] | Any = None,
         force: bool = False,
-        replay: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.every = None if every is None else whole_number("every", every, 1)
@@ -95,11 +89,6 @@ class Checkpoints:
         self.keep = whole_number("keep", keep, 1)
         self.config = config
         self.force = force
-        self.replay = replay
-        self.seconds = 0.0
-        """How long the last one took to write."""
-        self.nbytes = 0
-        """How large it is."""
         self.count = 0
         """How many were written."""
 
@@ -119,16 +108,13 @@ class Checkpoints:
         """Write one more, and remove the oldest."""
         return self.add(steps, ".pt", lambda path: checkpoint_file.write(path, tree))
 
-    def add(self, steps: int, suffix: str, write_to: Callable[[Path], int], removes: bool = True) -> Path:
-        """Have one more written, a file or a folder, and remove the oldest; ``write_to`` returns its bytes."""
-        began = time.perf_counter()
+    def add(self, steps: int, suffix: str, write_to: Callable[[Path], object], removes: bool = True) -> Path:
+        """Have one more written, a file or a folder, and remove the oldest."""
         path = self.folder / f"step_{steps:08d}{suffix}"
-        self.nbytes = write_to(path)
-        self.seconds = time.perf_counter() - began
+        write_to(path)
         self.count += 1
         for old in self.paths()[: -self.keep] if removes else ():
             _remove(old)
-        logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
         return path
 
     def read(self, load: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]] | None:
@@ -156,10 +142,7 @@ class Checkpoints:
 
     def begin(self) -> None:
         """Make the folder, and remove what a killed process has left half written."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"The folder {self.folder} of checkpoints cannot be made ({error}).") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
         for draft in self.folder.glob(".step_*"):
             _remove(draft)
 
@@ -176,10 +159,7 @@ def lock_folder(folder: Path) -> FileLock:
     """Return the lock of a run's folder, for a ``with`` block; raise if another run writes its checkpoints there."""
     folder = folder.resolve()
     path = folder / "lock"
-    try:
-        lock = take_lock(path)
-    except OSError as error:
-        raise CheckpointError(f"No checkpoints can be written to {folder} ({error}): give another folder.") from error
+    lock = take_lock(path)
     if lock is None:
         holder = lock_holder(path)
         who = "another process" if holder is None else f"process {holder}"
@@ -248,8 +228,8 @@ def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
     return value
 
 
-def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> int:
-    """Write the state of this rank; return the bytes of all. All ranks call it.
+def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> None:
+    """Write the state of this rank. All ranks call it.
 
     Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
     """
@@ -273,7 +253,6 @@ def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OnePr
     ranks.together("beginning a checkpoint", begin)
     ranks.together("writing a checkpoint", write)
     ranks.together("naming a checkpoint", commit)
-    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _without_shared(core: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -343,7 +322,7 @@ class Saving(NotSaved):
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         self._core = RunState(self._experiment)
-        run.passes = self._passes = SavedPasses(self._experiment, self._core, replay=checkpoints.replay)
+        run.passes = self._passes = SavedPasses(self._experiment, self._core)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
@@ -510,7 +489,7 @@ class Saving(NotSaved):
             return ""
         return (
             f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass (give it "
-            "state_dict() and load_state_dict(), or see replay= of Checkpoints)"
+            "state_dict() and load_state_dict())"
         )
 
     def save_after_pass(self) -> None:
@@ -595,7 +574,6 @@ class Saving(NotSaved):
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
         trackers = {name: hook.tracker for name, hook in manager.hooks.items() if hasattr(hook, "tracker")}
-        trackers |= getattr(getattr(self._experiment, "context", None), "model_metrics", {})  # of Metta's trainer
         silent = [repr(name) for name, tracker in trackers.items() if not hasattr(tracker, "state_dict")]
         if within and silent:
             self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")

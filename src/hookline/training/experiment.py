@@ -196,9 +196,9 @@ class Experiment:
         found = getattr(self, method)
         return found is not None and getattr(found, "__func__", None) is not getattr(Experiment, method)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def to(self, device: torch.device | str) -> None:
         """Move the model, before training has begun; its parameters stay the objects that the optimizer has."""
-        self.model.to(device=device, dtype=dtype)
+        self.model.to(device)
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch, to call ``backward`` on."""

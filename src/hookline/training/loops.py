@@ -261,8 +261,6 @@ def _start_run(
     """Check the options and return a run at its beginning; one that goes on (`first` over 0) resets no hooks."""
     if manager is not None and not isinstance(manager, HookManager):
         raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
-    if resume and first:
-        raise OptionError(f"Give either resume=True or first_{loop}={first}: both say where to continue.")
     if not experiment.model.training:  # parts of a training model may be in evaluation mode on purpose
         experiment.model.train()
     if manager is None:
@@ -307,8 +305,6 @@ def _result(run: Run) -> LoopResult:
 @contextmanager
 def _shown(run: Run, asked: bool | RunProgress, total: int) -> Iterator[None]:
     """Show how far ``run`` is while the block lasts, if that is ``asked`` for; it has so many epochs, or steps."""
-    if not isinstance(asked, bool | RunProgress):
-        raise OptionError(f"progress= is True, False or a ConsoleSink; got {type_name(asked)}.")
     if asked is False:
         yield
         return

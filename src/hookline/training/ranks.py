@@ -48,17 +48,17 @@ def share_experiment(experiment: Any, *, rank: int, ranks: int, seed: int) -> No
     to `fully_shard`, a loader with a `DistributedSampler`, an experiment with ``shares_data = True``.
     """
     if not _is_parallel(experiment.model) and any(p.requires_grad for p in experiment.model.parameters()):
-        _set(experiment, "model", _wrapped(experiment.model))
+        experiment.model = _wrapped(experiment.model)
     if getattr(experiment, "shares_data", False):
         return
     where = {"rank": rank, "ranks": ranks, "seed": seed}
     loader = getattr(experiment, "loader", None)
     shared = share_loader(loader, **where)
     if shared is not loader:
-        _set(experiment, "loader", shared)
+        experiment.loader = shared
     get_loader = getattr(experiment, "get_loader", None)
     if get_loader is not None and getattr(get_loader, "__func__", None) is not Experiment.get_loader:
-        _set(experiment, "get_loader", _sharing(get_loader, where))
+        experiment.get_loader = _sharing(get_loader, where)
 
 
 def _sharing(get_loader: Any, where: dict[str, int]) -> Any:
@@ -90,16 +90,6 @@ def _wrapped(model: nn.Module) -> RankModel:
     on_one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
     with torch.random.fork_rng(devices=[]):  # DDP draws nothing today; the run must not depend on it
         return RankModel(model, device_ids=[next(iter(devices))] if on_one_gpu else None)
-
-
-def _set(experiment: Any, name: str, value: Any) -> None:
-    try:
-        setattr(experiment, name, value)
-    except AttributeError as error:
-        raise OptionError(
-            f"Under torchrun the {name} of {type_name(experiment)} is replaced by one for this rank, and cannot be set "
-            f"({error}). Next: let it be an ordinary attribute."
-        ) from None
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
@@ -238,8 +228,6 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
     if loader is None or has_rank_sampler(loader):
         return loader
     if isinstance(loader, list | tuple):
-        if not loader:
-            raise OptionError("The loader is an empty list: there are no batches to share out among the ranks.")
         return part_of(loader, rank, ranks)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         data = f"a DataLoader of {type_name(loader.dataset)}" if isinstance(loader, DataLoader) else type_name(loader)

@@ -136,14 +136,6 @@ def test_tied_tensors_are_written_once_and_views_by_themselves(tmp_path):
     assert torch.equal(read(path)["row"], weight[3])
 
 
-def test_one_memory_read_as_two_dtypes_is_copied(tmp_path):
-    """Torch refuses to write both; each comes back with its own numbers."""
-    weight = torch.randn(8)
-    back = through(tmp_path, [weight, weight.view(torch.int32), weight.view(torch.int32)])
-    assert torch.equal(back[0], weight)
-    assert all(torch.equal(bits, weight.view(torch.int32)) for bits in back[1:])
-
-
 @pytest.mark.parametrize(
     ("value", "what"),
     [
@@ -217,15 +209,6 @@ def test_half_a_file_is_noticed(length, tmp_path):
     path.write_bytes(whole[: int(length * len(whole)) if isinstance(length, float) else length])
     with pytest.raises(CheckpointError):
         read(path)
-
-
-def test_other_files_are_told_apart(tmp_path):
-    """A file of torch.save, one that is not there."""
-    torch.save({"a": torch.ones(1)}, tmp_path / "it.pt")
-    with pytest.raises(CheckpointError, match="no checkpoint of hookline"):
-        read(tmp_path / "it.pt")
-    with pytest.raises(CheckpointError, match=r"cannot be read.*FileNotFound"):
-        read(tmp_path / "other.pt")
 
 
 def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):

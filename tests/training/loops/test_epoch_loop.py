@@ -104,23 +104,6 @@ def test_evaluation_goes_to_sinks_and_into_the_result():
     assert (result.epochs, result.steps, result.stopped_early) == (2, 2, False)
 
 
-def test_an_experiment_may_have_enough():
-    """It is asked after each epoch, with the loss and the newest evaluation."""
-    asked = []
-
-    def should_stop(epoch, metrics):
-        asked.append((epoch, float(metrics["loss"]), metrics["val_acc"]))
-        return epoch == 1
-
-    hook = noting("POST_EPOCH")
-    experiment = linear_experiment(2, should_stop=should_stop, evaluate=lambda model: {"val_acc": 0.5})
-    result = hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook]), eval_every=0, snapshot_every=9)
-    assert result.stopped_early
-    assert result.epochs == 2
-    assert asked == [(ctx.epoch, ctx.loss, 0.5) for ctx in hook.contexts]
-    assert result.loss == hook.contexts[-1].loss
-
-
 def test_hooks_start_anew_with_each_run_and_go_on_with_a_resumed_one():
     """reset_all, unless the first epoch is a later one; sinks and hooks are told of the run."""
 
@@ -180,18 +163,3 @@ def test_a_loader_that_gives_nothing_is_an_error():
     experiment.loader = iter(experiment.loader)
     with pytest.raises(hl.errors.OptionError, match="no batch in epoch 1: is it empty"):
         hl.epoch_loop(experiment, epochs=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"epochs": -1}, "epochs= must be a whole number of at least 0, got -1"),
-        ({"epochs": 1.5}, "epochs= must be a whole number"),
-        ({"epochs": 1, "snapshot_every": -2}, "snapshot_every= must be .* got -2"),
-        ({"epochs": 1, "eval_every": True}, "eval_every= must be .* got True"),
-    ],
-)
-def test_options_are_checked(options, text):
-    """Before anything happens."""
-    with pytest.raises(hl.errors.OptionError, match=text):
-        hl.epoch_loop(linear_experiment(1), **options)

@@ -8,10 +8,8 @@ import pytest
 import torch
 from helpers_loops import Noting, linear_experiment, noting
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
-from hookline.guard.snapshot import Snapshot
 from hookline.training.run import Gradients
 
 
@@ -59,73 +57,6 @@ def test_gradients_of_the_step_before_are_shown_at_both_points_of_a_step():
         for before, ctx in zip(gradient.contexts, contexts[1:], strict=False):
             assert all(torch.equal(before[name], ctx.prev_step_grads[name]) for name in ("weight", "bias"))
     assert not torch.equal(gradient.contexts[0]["weight"], gradient.contexts[1]["weight"])
-
-
-class _Made(TorchDispatchMode):
-    """How many tensors as large as the weights were made, and not by a forward or backward or a step."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.ops = size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.numel() == self.size and func._schema.name in ("aten::clone", "aten::add_"):
-            self.ops.append(func._schema.name)
-        return out
-
-
-def made_in(hook: Noting) -> list[str]:
-    """Clones and additions of the size of the weights in a run whose own step makes none."""
-    model = nn.Linear(7, 13, bias=False)
-    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2, 7)] * 4)
-
-    def train_step(batch):
-        model.weight.grad = None
-        model(batch).sum().backward()
-
-    experiment.train_step = lambda batch: train_step(batch) or 0.0
-    with _Made(7 * 13) as made:
-        hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[hook]), snapshot_every=2)
-    return made.ops
-
-
-def test_nothing_of_the_size_of_the_model_is_made_without_a_hook_that_needs_it():
-    """Not a copy, not a sum; with one, there are."""
-    assert made_in(noting()) == []
-    assert (
-        made_in(noting(needs_prev_step_grads=True)).count("aten::clone") == 7
-    )  # eight steps, the first has none before
-    schedule = hl.StepSchedule("stride", stride=3)
-    assert made_in(noting("POST_STEP", needs_prev_step_grads=True, step_schedule=schedule)).count("aten::clone") == 2
-    assert "aten::add_" in made_in(noting(needs_grads=True))
-
-
-def test_a_hook_outside_its_window_asks_for_nothing(monkeypatch):
-    """Gradients are added up in epoch 1, earlier state is kept for epoch 2; for snapshots that do not come, never."""
-    added, taken = [], []
-    real_add, real_take = Gradients.add, Snapshot.of.__func__
-    monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real_add(self))
-    monkeypatch.setattr(
-        Snapshot,
-        "of",
-        classmethod(lambda cls, *args, **kwargs: taken.append(1) or real_take(cls, *args, **kwargs)),
-    )
-
-    class Window(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT}
-
-        def __init__(self, name, epoch, **needs):
-            self.name = name
-            self.loop_points = {"epoch": {hl.HookPoint.POST_EPOCH: (epoch, epoch), hl.HookPoint.SNAPSHOT: (7, 7)}}
-            vars(self).update(needs)
-
-        def intervene(self, run_ctx, model_ctx):
-            return {"epoch": run_ctx.epoch}
-
-    hooks = [Window("gradients", 1, needs_grads=True), Window("state", 2, needs_pre_epoch_state=True)]
-    run(*hooks, epochs=4, snapshot_every=5)
-    assert (len(added), len(taken)) == (3, 1)
 
 
 def test_steps_that_were_not_trained_do_not_count():

@@ -27,46 +27,6 @@ import hookline as hl
 from hookline.training.checkpoints import Checkpoints
 
 
-def test_two_optimizers_in_a_list_and_a_plain_object_go_on(tmp_path):
-    """Duck typing: a step of its own, no loader, state in lists and dictionaries."""
-
-    class Adversaries:
-        optimizer = scheduler = scaler = None
-
-        def __init__(self):
-            torch.manual_seed(0)
-            self.maker, self.judge = nn.Linear(2, 3), nn.Linear(3, 1)
-            self.model = nn.ModuleDict({"maker": self.maker, "judge": self.judge})
-            self.optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in (self.maker, self.judge)]
-            self.best = {"loss": float("inf"), "at": None}
-            self.last = torch.zeros(3)
-            self.array = np.zeros(2)
-
-        def train_step(self, batch):
-            real, made = torch.randn(8, 3), self.maker(torch.randn(8, 2))
-            for optimizer, sign, fake in ((self.optimizers[1], 1, made.detach()), (self.optimizers[0], -1, made)):
-                optimizer.zero_grad()
-                loss = sign * (self.judge(fake).mean() - self.judge(real).mean())
-                loss.backward()
-                optimizer.step()
-            if loss.item() < self.best["loss"]:
-                self.best |= {"loss": loss.item(), "at": len(self.best)}
-            self.last.copy_(made[0].detach())
-            self.array += loss.item()
-            return loss
-
-    def left(experiment):
-        states = [optimizer.state_dict()["state"] for optimizer in experiment.optimizers]
-        tensors = {f"{n} {i} {k}": v for n, state in enumerate(states) for i, s in state.items() for k, v in s.items()}
-        tensors |= experiment.model.state_dict() | {"last": experiment.last}
-        return tensors | {"best": torch.tensor(experiment.best["loss"]), "array": torch.from_numpy(experiment.array)}
-
-    expected, _ = uninterrupted(Adversaries, "step")
-    experiment, _ = stop_and_go(Adversaries, tmp_path, (0, 3, 9), "step")
-    assert differences(left(expected), left(experiment)) == []
-    assert experiment.best == expected.best
-
-
 def test_an_experiment_may_say_what_its_state_is(tmp_path):
     """Then only that is saved: an object by its attributes, one that tells its state, and one inside a dictionary."""
 
@@ -234,29 +194,6 @@ def test_what_modules_and_datasets_keep_besides_goes_on(stops, tmp_path):
     assert torch.equal(experiment.model.generator.get_state(), expected.model.generator.get_state())
 
 
-@pytest.mark.parametrize("kind", ["plateau", "one cycle", "sequential", "lambda"])
-def test_schedulers_of_all_kinds_go_on(kind, tmp_path):
-    """By epoch and by step; inside one another; with a function."""
-    schedulers = torch.optim.lr_scheduler
-
-    def make_experiment():
-        experiment = rich_experiment(evaluate=None)
-        optimizer = experiment.optimizer = torch.optim.AdamW(experiment.model.parameters(), lr=1e-2, amsgrad=True)
-        experiment.scheduler = {
-            "plateau": lambda: schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
-            "one cycle": lambda: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=15),
-            "sequential": lambda: schedulers.SequentialLR(
-                optimizer, [schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.9)], [1]
-            ),
-            "lambda": lambda: schedulers.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-        }[kind]()
-        return experiment
-
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, (1, 4, 7, 12))
-    assert differences(left_by(expected), left_by(experiment)) == []
-
-
 def test_state_that_is_wider_than_its_parameter_stays_so(tmp_path):
     """An optimizer that keeps float32 for bfloat16 parameters: torch would narrow it when it loads."""
 
@@ -318,25 +255,3 @@ def test_a_run_that_is_saved_at_every_step_is_the_run_without(loop, tmp_path):
     assert records == plain_records
     assert result == plain_result
     assert options["checkpoints"].count >= 25
-
-
-@pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_finished_run_says_so_and_one_that_is_asked_for_more_goes_on(loop, tmp_path):
-    """And comes to the same as one that was asked for all of it from the beginning."""
-
-    def run(experiment, much, **options):
-        if loop == "epoch":
-            return hl.epoch_loop(experiment, epochs=much, **options)
-        return hl.step_loop(experiment, steps=much * 5, snapshot_every=4, **options)
-
-    expected = rich_experiment()
-    run(expected, 4)
-    first = run(rich_experiment(), 2, checkpoints=Checkpoints(tmp_path))
-    experiment = rich_experiment()
-    with pytest.warns(hl.HooklineWarning, match="complete: 10 steps"):
-        again = run(experiment, 2, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert again == first
-    experiment = rich_experiment()
-    result = run(experiment, 4, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert result.steps == 20
-    assert differences(left_by(expected), left_by(experiment)) == []

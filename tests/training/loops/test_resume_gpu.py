@@ -1,4 +1,4 @@
-"""A run on a GPU that is stopped and resumed is the run that never stopped; else skipped."""
+"""A run on a GPU with hooks, stopped and resumed, is the run without that never stopped; else skipped."""
 
 from __future__ import annotations
 
@@ -88,7 +88,15 @@ def test_a_run_on_a_gpu_goes_on_where_it_was(loop, scaled, offload, tmp_path):
             result = hl.step_loop(experiment, steps=3 * BATCHES, manager=manager, snapshot_every=4, **options)
         return left_by(experiment, hook), result, sink.records
 
+    plain = make_experiment(scaled)
+    plain_hook = Remembers()
+    if loop == "epoch":
+        hl.epoch_loop(plain, epochs=3)
+    else:
+        hl.step_loop(plain, steps=3 * BATCHES, snapshot_every=4)
+    bare = left_by(plain, plain_hook)
     expected, expected_result, _ = run()
+    assert [name for name in bare if name != "hook" and not torch.equal(bare[name], expected[name])] == []
     for stops in ((1,), (4,), (7,), ()):
         torch.rand(3, device="cuda")
         left, result, _ = run(*stops, checkpoints=Checkpoints(tmp_path), resume=True)

@@ -40,15 +40,6 @@ def test_step_metrics_go_out_at_each_snapshot_and_at_the_end():
     ]
 
 
-def test_an_interrupt_leaves_everything_written():
-    """Also what no snapshot had flushed."""
-    sink, hook = hl.sinks.MemorySink(), noting("POST_STEP")
-    experiment = linear_experiment(2, should_stop=lambda step, metrics: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        hl.step_loop(experiment, steps=6, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
-    assert sink.series("noting/seen") == [(0, [1])]
-
-
 def test_evaluation_comes_before_the_first_step_and_at_snapshots():
     """The first is reported apart, as there is a snapshot at step 0 as well."""
     sink, hook = hl.sinks.MemorySink(), noting("SNAPSHOT")
@@ -141,9 +132,3 @@ def test_a_resumed_run_goes_on_counting():
     assert [ctx.step for ctx in hook.contexts] == [0, 1, 2, 3, 4]
     with pytest.raises(hl.errors.OptionError, match=r"first_step=9.* step 4"):
         hl.step_loop(linear_experiment(2), steps=10, first_step=9, manager=manager)
-
-
-def test_hooks_for_epochs_are_named_at_the_start():
-    """They would wait for ever."""
-    with pytest.warns(hl.HooklineWarning, match="'noting' will not fire: .*fires POST_STEP, SNAPSHOT"):
-        hl.step_loop(linear_experiment(1), steps=1, manager=hl.HookManager(hooks=[noting("PRE_STEP", "POST_EPOCH")]))

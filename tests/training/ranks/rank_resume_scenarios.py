@@ -157,27 +157,6 @@ def signalled(folder: str) -> dict[str, Any]:
     return {"stopped": stopped["steps"], **_compared(whole, resumed)}
 
 
-def cannot_be_written(folder: str) -> dict[str, Any]:
-    """Rank 1 has something that no checkpoint can hold, from step 3 on: both are warned, and the run goes on."""
-
-    class Odd(hl.TrainingHook):
-        hook_points = frozenset({hl.HookPoint.POST_STEP})
-        seen = 0
-
-        def compute(self, ctx: Any) -> None:
-            self.seen += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"odd": object() if dist.get_rank() == 1 and self.seen > 3 else 1}
-
-    manager = hl.HookManager(hooks=[Odd()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checkpoints = hl.Checkpoints(f"{folder}/unwritable", every=5)
-        result = hl.step_loop(experiment(), steps=12, manager=manager, checkpoints=checkpoints)
-    return {"steps": result.steps, "warned": [str(one.message) for one in caught if "saved" in str(one.message)]}
-
-
 def all_resumed(folder: str) -> dict[str, Any]:
     """Run every case that all ranks come back from."""
 
@@ -187,10 +166,7 @@ def all_resumed(folder: str) -> dict[str, Any]:
     def run_signalled() -> Any:
         return signalled(folder)
 
-    def run_unwritable() -> Any:
-        return cannot_be_written(folder)
-
-    return run_cases([run_goes_on, run_signalled, run_unwritable])
+    return run_cases([run_goes_on, run_signalled])
 
 
 def begin_and_die(folder: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import time
 import warnings
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from helpers_ranks import run_cases
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import hookline as hl
@@ -157,16 +155,6 @@ def unshareable() -> str:
     except OptionError as error:
         return str(error)
     return "nothing was raised"
-
-
-def left_alone() -> list[bool]:
-    """Experiments that have done it themselves keep their model and loader."""
-    made = experiment(shared=False)
-    made.model = own = DistributedDataParallel(made.model)
-    sampler = torch.utils.data.DistributedSampler(data())
-    made.loader = loader = DataLoader(data(), batch_size=8, sampler=sampler)
-    share_experiment(made, rank=dist.get_rank(), ranks=2, seed=3)
-    return [made.model is own, made.loader is loader, experiment().model.width == 16]
 
 
 # -- a run ---------------------------------------------------------------------------------------------------
@@ -314,29 +302,13 @@ def other_hooks() -> str:
 def all_together() -> dict[str, Any]:
     """Run every case that all ranks come back from."""
     cases = [
-        parts_of_data, unshareable, left_alone, reductions, stops_together, inert,
+        parts_of_data, unshareable, reductions, stops_together, inert,
         trains_another_name, raises_everywhere, other_hooks,
     ]  # fmt: skip
     return run_cases(cases)
 
 
 # -- a rank that is gone -------------------------------------------------------------------------------------
-
-
-def slow_hook() -> str:
-    """A hook of rank 1 takes longer than the time-out: rank 0 names the rank and the hooks."""
-
-    class Slow(hl.TrainingHook):
-        name = "slow"
-        hook_points = frozenset({hl.HookPoint.POST_EPOCH})
-
-        def compute(self, ctx: Any) -> dict[str, Any]:
-            if dist.get_rank() == 1:
-                time.sleep(6)
-            return {"done": 1}
-
-    manager = hl.HookManager(hooks=[Slow()], sinks=[Records()])
-    return _ended(lambda: manager.fire(hl.HookPoint.POST_EPOCH, epoch=0))
 
 
 def raises_in_the_data() -> str:
