@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tensorboard": (*SHORT_RUN, "--hook-tensorboard"),
     "mlflow": (*SHORT_RUN, "--hook-mlflow"),
     "parquet": (*SHORT_RUN, "--hook-parquet"),
+    "prometheus": (*SHORT_RUN, "--hook-prometheus", "0"),
     "all": (*SHORT_RUN, "--hook-parquet", "--hook-tensorboard"),
 }
 """A command that needs the extra."""

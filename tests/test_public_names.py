@@ -74,7 +74,7 @@ CLASSES = _named("""
     report: LoadedRun
     serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
     sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper
-    sinks: CSVSink ConsoleSink JSONLSink MLflowSink MemorySink ParquetSink TensorBoardSink WandbSink
+    sinks: CSVSink ConsoleSink JSONLSink MLflowSink MemorySink ParquetSink PrometheusSink TensorBoardSink WandbSink
     sites: FunctionSite HandleSet HookHandle Kind OptimizerSite Receipt SavedTensors Site Sites
     specs: HookSpec
     lifecycle: CheckpointProfiler DebugInterventionHook FiringReceipt HookManager HookRegistry InterventionHook

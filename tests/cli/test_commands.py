@@ -130,7 +130,7 @@ def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
     """Those without a flag and those of other packages among them; the help of the command has the same names."""
     assert run_here("replay", "--help") == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("console", "memory", "csv"))
+    assert all(name in shown for name in ("console", "memory", "prometheus", "csv"))
     monkeypatch.setattr(build, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
     with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
         build.sink_class("memry")

@@ -95,3 +95,19 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, whole):
     assert same_weights(folder, whole)
     assert rows(folder) == rows(whole)
     assert (folder / "forward.csv").read_text() == (whole / "forward.csv").read_text()
+
+
+def test_two_runs_of_one_folder_at_once_are_refused(tmp_path):
+    """The second is told who has it, and leaves the first alone."""
+    process = start(tmp_path, "--epochs", "2000")
+    try:
+        done = hookline("run", TINY, "--resume", cwd=tmp_path)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert str(process.pid) in done.stderr
+        assert "Traceback" not in done.stderr
+        assert facts_of(tmp_path / "runs" / "tiny" / "forward")["status"] == "running"
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130

@@ -146,14 +146,14 @@ def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path):
 def test_sinks_by_name_are_those_of_the_package_in_every_build(tmp_path):
     """For a trainer as for an experiment: a name, a file beside the run file, a path."""
     (tmp_path / "k_sinks.py").write_text("import hookline\n\n\nclass Own(hookline.sinks.MemorySink):\n    pass\n")
-    file = write(tmp_path, "sinks: {others: [memory, 'k_sinks.py:Own'], csv: true}\n")
+    file = write(tmp_path, "sinks: {others: [memory, 'k_sinks.py:Own'], prometheus: 0}\n")
     run = read_file(file)
     sinks = build(run).make_sinks()
-    assert [type(sink).__name__ for sink in sinks] == ["CSVSink", "MemorySink", "Own"]
+    assert [type(sink).__name__ for sink in sinks] == ["PrometheusSink", "MemorySink", "Own"]
     assert isinstance(sinks[1], hl.sinks.MemorySink)
     for sink in sinks:
         sink.close()
-    assert list(run.sinks.chosen()) == ["csv"]
+    assert list(run.sinks.chosen()) == ["prometheus"]  # port 0 is one that is free, and not "off"
 
 
 def test_an_error_in_a_users_file_comes_through_as_it_is(tmp_path):

@@ -60,6 +60,18 @@ def test_they_are_found_by_name():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_fourier_of_mod_arithmetic_counts_five_frequencies():
+    """As many as a model of this size learns; by itself the hook asks for more than each of them has."""
+    p = mod_arithmetic.Config().p
+    angles = 2 * np.pi * np.arange(p)[:, None] * np.array([2, 11, 17, 26, 29]) / p
+    model = nn.Sequential(nn.Embedding(p, 10))
+    model[0].weight.data = torch.tensor(np.concatenate([np.cos(angles), np.sin(angles)], 1), dtype=torch.float32)
+    ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
+    fourier = hl.HookRegistry.get("fourier")
+    assert fourier(**ModArithmetic.hook_config["fourier"]).compute(ctx)["newly_acquired_freqs"] == [2, 11, 17, 26, 29]
+    assert fourier().compute(ctx)["n_significant_freqs"] == 0
+
+
 @pytest.mark.parametrize(
     ("cls", "strategy"),
     [(ModArithmetic, "random"), (ModArithmetic, "stride"), (ModArithmetic, "fixed_random")],

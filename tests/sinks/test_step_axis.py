@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import urllib.request
 
 import pytest
 from helpers_loops import linear_experiment, noting
@@ -51,15 +52,23 @@ def test_files_have_no_epoch(tmp_path):
     assert "epoch" not in run.to_pandas()
 
 
-def test_tensorboard_has_no_epoch(tmp_path):
-    """The steps are the axis; no curve repeats them."""
+def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
+    """The steps are the axis; no curve, and no gauge, repeats them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board, memory = hl.sinks.TensorBoardSink(tmp_path / "board"), hl.sinks.MemorySink()
+    board, gauges = hl.sinks.TensorBoardSink(tmp_path / "board"), hl.sinks.PrometheusSink()
+    memory = hl.sinks.MemorySink()
     train(memory)
     for one in memory.records:
-        board.write(hl.records.Record(one.metrics, one.epoch, one.hook_point, one.step))
+        record = hl.records.Record(one.metrics, one.epoch, one.hook_point, one.step)
+        board.write(record)
+        gauges.write(record)
     board.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{gauges.port}/metrics", timeout=60) as answer:
+        served = answer.read().decode()
+    gauges.close()
+    assert "hookline_step{" in served
+    assert "hookline_epoch" not in served
     found = EventAccumulator(str(tmp_path / "board" / "run"))
     found.Reload()
     assert "epoch" not in found.Tags()["scalars"]

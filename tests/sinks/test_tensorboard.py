@@ -15,7 +15,7 @@ from hookline.when import HookPoint
 
 
 def load(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0})
     found.Reload()
     return found
 
@@ -45,7 +45,7 @@ def test_steps_and_epochs_share_an_axis(tmp_path):
 
 
 def test_every_kind_of_value_has_its_form(tmp_path):
-    """Lists as three numbers, text as text, None as nothing, and numbers beyond single precision."""
+    """Lists as histograms with a mean, text as text, None as nothing, and numbers beyond single precision."""
     sink = TensorBoardSink(tmp_path)
     numbers = [0.0, 1.0, 1.0, 4.0, math.nan, math.inf]
     metrics = {
@@ -61,10 +61,14 @@ def test_every_kind_of_value_has_its_form(tmp_path):
     assert math.isnan(values.pop("nothing_mean"))
     assert math.isnan(values.pop("holes_mean"))
     assert values == {
-        "list_mean": 1.5, "list_min": 0.0, "list_max": 4.0, "nested_mean": 2.0, "nested_min": 1.0, "nested_max": 3.0,
-        "array_min": 1.0, "array_max": 1.0, "dict/x/y": 1.0, "bool": 1.0, "metric/epoch": 9.0, "huge": math.inf,
+        "list_mean": 1.5, "nested_mean": 2.0, "dict/x/y": 1.0, "bool": 1.0, "metric/epoch": 9.0, "huge": math.inf,
         "huger": -math.inf, "array_mean": 1.0, "größe/💥": 0.5, "epoch": 3.0,
     }  # fmt: skip
+    assert sorted(found.Tags()["histograms"]) == ["array", "holes", "list", "nested"]
+    for tag in ("list", "holes"):
+        histogram = found.Histograms(tag)[0].histogram_value
+        assert (histogram.min, histogram.max, histogram.num, histogram.sum) == (0.0, 4.0, 4.0, 6.0)
+        assert sum(histogram.bucket) == 4
     texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
     long = texts.pop("long")
     assert len(long) < 10_100

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +126,40 @@ def test_in_the_step_loop_a_flush_belongs_to_its_last_step():
         (None, 2, {"train/loss": [0.0, 1.0, 2.0]}),
         (None, 5, {"train/loss": [3.0, 4.0, 5.0]}),
     ]
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+@pytest.mark.parametrize("flush_every", [None, 2])
+def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, stop, flush_every):
+    """Killed some steps after the checkpoint; log, step log and JSONL are the same but for the time."""
+
+    def made(folder: Path) -> HookManager:
+        return HookManager(
+            hooks=hooks(), sinks=[JSONLSink(folder / "m.jsonl")], log=folder / "records.jsonl",
+            step_metrics_log=folder / "steps.jsonl", flush_every=flush_every,
+        )  # fmt: skip
+
+    def files(folder: Path) -> list[object]:
+        lines = (folder / "records.jsonl").read_text().splitlines()[1:]  # the first has the time and the place
+        log = [{**json.loads(line), "time": 0} for line in lines]
+        return [log, (folder / "m.jsonl").read_text(), (folder / "steps.jsonl").read_text()]
+
+    with made(tmp_path / "whole") as whole:
+        run(whole, steps=12)
+    states = {}
+
+    def killed() -> None:  # without a close, as a kill leaves it
+        manager = made(tmp_path / "killed")
+        run(manager, steps=8, rest=lambda step: states.update({step: manager.state_dict()}))
+
+    killed()
+    with made(tmp_path / "killed") as resumed:
+        resumed.load_state_dict(states[stop])
+        if (stop + 1) % 3 == 0:  # the epoch's end came after the state was taken
+            resumed.flush_step_metrics(stop // 3)
+            fire(resumed, POST_EPOCH, stop // 3)
+        run(resumed, first=stop + 1, steps=12)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 # -- the run is the same -------------------------------------------------------------------------------------------

@@ -62,14 +62,12 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
     """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
-    from hookline.lifecycle.registry import HookRegistry
-
     with messages():
         if as_json:
-            found = _resolved(names) if names else list(HookRegistry.get_all_info())
+            found = _resolved(names) if names else list(_all_hooks())
             tell_json("hooks", {"hooks": [_hook_facts(name) for name in found]})
         elif names is None:
-            _list_hooks(HookRegistry.get_all_info())
+            _list_hooks(_all_hooks())
         else:
             for name in _resolved(names):
                 tell_plan("hooks", _hook_facts(name), as_json=False)
@@ -87,6 +85,13 @@ def _list_hooks(known: dict[str, Any]) -> None:
             print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
+
+
+def _all_hooks() -> dict[str, Any]:
+    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
+    from hookline.lifecycle.registry import HookRegistry
+
+    return HookRegistry.get_all_info()
 
 
 def _resolved(names: Sequence[str]) -> list[str]:
@@ -577,7 +582,7 @@ class ReplayOptions:
     run: Annotated[str, Show("RUN", is_word=True)]
     """The folder of a run, or its records.jsonl."""
     to: Annotated[str, Show("SINK|PKG.MOD:CLASS")]
-    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, console, memory,
+    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, prometheus, console, memory,
     or one of your own."""
     into: Annotated[str | None, Show("PATH")] = None
     """The file or folder (for mlflow a file, FILE.db); in the run's folder if left out."""

@@ -5,7 +5,7 @@ const SINGLE = ["experiment", "strategy", "seed", "device", "dtype", "optimizer"
 /** Options that are about files, the screen and going on, or that facts have under a name of their own; not how a run trains. */
 const NO_SETTINGS = new Set(["command", "output_dir", "name", "console", "show", "live", "silent", "no_console_output", "no_report", "record_trajectory",
   "save_checkpoints", "validate_checkpoints", "run_group", "threads", ...SINGLE]);
-const IS_SINK = /^sinks(\.|$)|^hook_(csv|jsonl|parquet|tensorboard|mlflow|wandb|sink)$/;
+const IS_SINK = /^sinks(\.|$)|^hook_(csv|jsonl|parquet|tensorboard|mlflow|wandb|prometheus|sink)$/;
 
 function settingsOf(run) {
   const part = (name, prefix = "") => (isObject(run.facts[name]) ? entriesOf(run.facts[name], prefix) : []);

@@ -39,7 +39,7 @@ REFERENCE: Final = "reference_weights"
 _ENTRY_POINTS: Final = "hookline.sinks"
 _NONE: Final = "none"
 """The group of no hooks: every experiment has it."""
-_ARGUMENTS: Final = {"wandb": "project"}
+_ARGUMENTS: Final = {"prometheus": "port", "wandb": "project"}
 """The argument that a sink gets the value of its flag by."""
 
 

@@ -29,6 +29,7 @@ from pydantic import (
 from hookline.runs.documents import Place, Spec, collected
 from hookline.runs.flags import KeyPath, Option, Show, options_of_model
 
+_LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
 _HOOKS: Final = "Hooks"
 _SINKS: Final = "Where metrics go, beside the record log and the console"
@@ -200,6 +201,8 @@ class Sinks(_Part):
     """A local MLflow store, in the run's folder."""
     wandb: Annotated[str | None, _sink_flag("hook_wandb", "PROJECT")] = None
     """Weights & Biases: a run per strategy, in one group."""
+    prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), _sink_flag("hook_prometheus", "PORT")] = None
+    """A page of the newest values on a port of this machine; 0: one that is free."""
     others: Annotated[
         list[Annotated[Sink, BeforeValidator(_as_sink)]],
         _sink_flag("hook_sink", "NAME|PKG.MOD:CLASS ..."),
@@ -207,19 +210,19 @@ class Sinks(_Part):
     """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
     hookline.sinks (memory: MemorySink)."""
 
-    @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb")
+    @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
         from hookline.runs.build import known_sink
 
-        if value:
+        if value is not None and value is not False:
             known_sink(str(info.field_name))
         return value
 
     def chosen(self) -> dict[str, Any]:
         """Return the sinks with a flag of their own that are on, by name."""
         values = ((name, getattr(self, name)) for name in type(self).model_fields if name != "others")
-        return {name: value for name, value in values if value}
+        return {name: value for name, value in values if value is not None and value is not False}
 
     def files(self, strategy: str) -> dict[str, str]:
         """Return the files that these write into the folder of the run, by sink."""

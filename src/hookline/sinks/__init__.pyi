@@ -6,6 +6,7 @@ from hookline.sinks.jsonl_sink import JSONLSink as JSONLSink
 from hookline.sinks.memory_sink import MemorySink as MemorySink
 from hookline.sinks.mlflow_sink import MLflowSink as MLflowSink
 from hookline.sinks.parquet_sink import ParquetSink as ParquetSink
+from hookline.sinks.prometheus_sink import PrometheusSink as PrometheusSink
 from hookline.sinks.tensorboard_sink import TensorBoardSink as TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink as WandbSink
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 from hookline.records.sink import FileSink, Record, file_name
-from hookline.records.values import MetricValue, as_numbers, json_text, step_axis, values_in
+from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 _Value: TypeAlias = dict[str, Any]
 """The fields of a ``Summary.Value``."""
+_BINS: Final = 30
 _LONGEST: Final = 10_000
 """Characters of a text; TensorBoard cannot scroll a page with more."""
 
 
 class TensorBoardSink(FileSink):
-    """Writes scalars and texts for TensorBoard, at the global step, with ``epoch`` beside.
+    """Writes scalars, histograms and texts for TensorBoard, at the global step, with ``epoch`` beside.
 
     Recipe::
 
@@ -30,8 +31,8 @@ class TensorBoardSink(FileSink):
         sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
         sink.close()  # then: tensorboard --logdir runs/tb
 
-    Step metrics are a scalar per step; of any other list of numbers there are ``{name}_mean``, ``_min`` and ``_max``.
-    Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
+    Step metrics are a scalar per step; any other list of numbers is a histogram of its finite values, and a scalar
+    ``{name}_mean``. Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
     precision. A resumed run writes its folder again from the log.
 
     Args:
@@ -94,17 +95,37 @@ class TensorBoardSink(FileSink):
 
 
 def _values(one: MetricValue) -> list[_Value]:
-    """Return ``one`` as TensorBoard shows it: scalars, a text, or nothing for None."""
+    """Return ``one`` as TensorBoard shows it: a scalar, a histogram and its mean, a text, or nothing for None."""
     name, value, _ = one
-    if found := as_numbers(name, value):
-        return [_scalar(part, number) for part, number in found.items()]
-    return [] if value is None else [_text(name, value if isinstance(value, str) else json_text(value))]
+    if value is None:
+        return []
+    single = number(value)
+    if single is not None:
+        return [_scalar(name, single)]
+    several = numbers(value)
+    if several is not None:
+        return [*_histogram(name, several), _scalar(f"{name}_mean", mean(several))]
+    return [_text(name, value if isinstance(value, str) else json_text(value))]
 
 
 def _scalar(tag: str, value: float) -> _Value:
     # Single precision: protobuf refuses a larger number, which is infinite there.
     fits = abs(value) <= 3.4028234e38 or not math.isfinite(value)
     return {"tag": tag, "simple_value": value if fits else math.copysign(math.inf, value)}
+
+
+def _histogram(tag: str, values: list[float]) -> list[_Value]:
+    import numpy
+
+    finite = numpy.array(list(filter(math.isfinite, values)))
+    if not finite.size:
+        return []
+    counts, edges = numpy.histogram(finite, bins=_BINS)
+    histogram = {
+        "min": finite.min(), "max": finite.max(), "num": finite.size, "sum": finite.sum(),
+        "sum_squares": (finite**2).sum(), "bucket_limit": edges[1:].tolist(), "bucket": counts.tolist(),
+    }  # fmt: skip
+    return [{"tag": tag, "histo": histogram}]
 
 
 def _text(tag: str, value: str) -> _Value:

@@ -540,9 +540,10 @@ class Passes:
 class SavedPasses(Passes):
     """Give out the data, and save and restore the position in them."""
 
-    def __init__(self, experiment: Experiment, state: RunState) -> None:
+    def __init__(self, experiment: Experiment, state: RunState, *, replay: bool) -> None:
         super().__init__(experiment)
         self._state = state
+        self._replay = replay
         self._before: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
 
@@ -550,7 +551,7 @@ class SavedPasses(Passes):
     def can_go_on(self) -> bool:
         """True if a run can be saved in the middle of a pass over these data."""
         loader = self.loader
-        if loader is None or has_state(loader):
+        if loader is None or self._replay or has_state(loader):
             return True
         if isinstance(loader, DataLoader):
             return not isinstance(loader.dataset, IterableDataset)

@@ -193,6 +193,14 @@ def test_another_optimizer_or_loop_is_refused(tmp_path):
     with pytest.raises(ResumeError, match=r"The optimizer is another one.*AdamW.*SGD"):
         hl.epoch_loop(experiment, epochs=1, **options)
     assert not experiment.optimizer.state
+    experiment = rich_experiment()
+    experiment.scheduler = torch.optim.lr_scheduler.ConstantLR(experiment.optimizer)
+    with pytest.raises(ResumeError, match=r"The scheduler is another one.*ConstantLR"):
+        hl.epoch_loop(experiment, epochs=1, **options)
+    experiment = rich_experiment()
+    experiment.scheduler = None
+    with pytest.raises(ResumeError, match="has one for scheduler"):
+        hl.epoch_loop(experiment, epochs=1, **options)
     with pytest.raises(ResumeError, match=r"epoch loop.*step loop"):
         hl.step_loop(rich_experiment(), steps=1, **options)
 

@@ -10,6 +10,7 @@ from helpers_loops import Noting, linear_experiment, noting
 from torch import Tensor, nn
 
 import hookline as hl
+from hookline.guard.snapshot import Snapshot
 from hookline.training.run import Gradients
 
 
@@ -57,6 +58,33 @@ def test_gradients_of_the_step_before_are_shown_at_both_points_of_a_step():
         for before, ctx in zip(gradient.contexts, contexts[1:], strict=False):
             assert all(torch.equal(before[name], ctx.prev_step_grads[name]) for name in ("weight", "bias"))
     assert not torch.equal(gradient.contexts[0]["weight"], gradient.contexts[1]["weight"])
+
+
+def test_a_hook_outside_its_window_asks_for_nothing(monkeypatch):
+    """Gradients are added up in epoch 1, earlier state is kept for epoch 2; for snapshots that do not come, never."""
+    added, taken = [], []
+    real_add, real_take = Gradients.add, Snapshot.of.__func__
+    monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real_add(self))
+    monkeypatch.setattr(
+        Snapshot,
+        "of",
+        classmethod(lambda cls, *args, **kwargs: taken.append(1) or real_take(cls, *args, **kwargs)),
+    )
+
+    class Window(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT}
+
+        def __init__(self, name, epoch, **needs):
+            self.name = name
+            self.loop_points = {"epoch": {hl.HookPoint.POST_EPOCH: (epoch, epoch), hl.HookPoint.SNAPSHOT: (7, 7)}}
+            vars(self).update(needs)
+
+        def intervene(self, run_ctx, model_ctx):
+            return {"epoch": run_ctx.epoch}
+
+    hooks = [Window("gradients", 1, needs_grads=True), Window("state", 2, needs_pre_epoch_state=True)]
+    run(*hooks, epochs=4, snapshot_every=5)
+    assert (len(added), len(taken)) == (3, 1)
 
 
 def test_steps_that_were_not_trained_do_not_count():
