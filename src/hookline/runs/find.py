@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
@@ -325,20 +325,28 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    from hookline.guard.switches import TorchSwitches
-
-    before, memory = TorchSwitches(), cast(Any, torch.utils.deterministic)
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels = cudnn.deterministic, cudnn.benchmark
+    fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
+    precision = matmul_precision and torch.get_float32_matmul_precision()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            cudnn.deterministic, cudnn.benchmark = True, False
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice
         if matmul_precision is not None:
             torch.set_float32_matmul_precision(matmul_precision)
         yield
     finally:
-        before.restore()
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = kernels
+        memory.fill_uninitialized_memory = fills
+        torch.set_num_threads(threads)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
 
 def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:
