@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
@@ -86,7 +86,7 @@ class FoundExperiment:
     def option(self, name: str, value: Any) -> Any:
         """Return the value of an option as it is declared; raise if there is none of that name."""
         if self.config_class is None:
-            raise ConfigError(f"{self.name} takes no options.")
+            raise ConfigError(f"{self.name} takes no options of its own.")
         if name not in self.options:
             known = unknown_name_text(name, list(self.options))
             raise ConfigError(f"{self.config_class.__qualname__} has no {name!r}.{known}")
@@ -104,7 +104,7 @@ def find_experiment(path: str) -> FoundExperiment:
         if shutil.which(path):
             raise OptionError(f"{path} is a program, which stands behind --: hookline run -- {path} train.py.")
         raise OptionError(
-            f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} Your own: "
+            f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} One of your own: "
             "path/file.py:Class. EXPERIMENT comes before its flags."
         )
     if path.endswith(".py") and Path(path).is_file() and not _EXPERIMENT.search(Path(path).read_bytes()):
@@ -325,20 +325,28 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    from hookline.guard.guard import TorchSwitches
-
-    before, memory = TorchSwitches(), cast(Any, torch.utils.deterministic)
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels = cudnn.deterministic, cudnn.benchmark
+    fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
+    precision = matmul_precision and torch.get_float32_matmul_precision()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            cudnn.deterministic, cudnn.benchmark = True, False
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice
         if matmul_precision is not None:
             torch.set_float32_matmul_precision(matmul_precision)
         yield
     finally:
-        before.restore()
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = kernels
+        memory.fill_uninitialized_memory = fills
+        torch.set_num_threads(threads)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
 
 def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:
@@ -400,7 +408,7 @@ def local_device(name: str | None) -> str | None:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise OptionError(
-            f"Process {local} of this machine has no GPU to itself: there are {torch.cuda.device_count()}. Next: "
+            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Next: "
             f"torchrun --nproc-per-node {torch.cuda.device_count()}, or --device cpu."
         )
     return f"cuda:{local}"
