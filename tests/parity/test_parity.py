@@ -176,6 +176,7 @@ class Without(PathFinder):
         return None if missing else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+sys.path.append(sys.argv[1])
 import hookline as hl
 import helpers_parity as helpers
 helpers.llama(layers=2).save_pretrained("model")
@@ -186,7 +187,8 @@ for engine in ("model", helpers.llama(layers=2)):
 
 
 def test_a_model_and_a_folder_need_torch_and_transformers_alone(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _BARE], cwd=tmp_path, check=True)
+    bare = [sys.executable, "-W", "ignore", "-c", _BARE, str(Path(helpers.__file__).parent)]
+    subprocess.run(bare, cwd=tmp_path, check=True)
 
 
 def test_a_function_gives_states_as_a_session_hands_them_out() -> None:

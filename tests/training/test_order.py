@@ -62,7 +62,7 @@ def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
     manager = HookManager(hooks=[hook])
     assert "left out: a (its loop_points depend on the loop" in str(manager.plan)
     for point in (POST_EPOCH, "POST_STEP"):
-        with pytest.raises(LifecycleError, match=r"'a' has loop_points.*loop_type"):
+        with pytest.raises(LifecycleError, match=r"'a' has .*loop_points.*loop_type"):
             manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
     manager.plan.use_loop("epoch")
     assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}

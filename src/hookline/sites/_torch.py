@@ -214,7 +214,7 @@ def backward_hooks_of_call(depth: int) -> Any:
     It is a variable of the frame that calls that forward hook, ``depth`` calls above this one, and its
     ``user_pre_hooks`` are a list of this call alone (torch 2.11 to 2.13).
     """
-    found = sys._getframe(depth + 1).f_locals.get("bw_hook")
+    found = sys._getframe(depth).f_locals.get("bw_hook")
     return found if hasattr(found, "user_pre_hooks") else None
 
 

@@ -225,7 +225,10 @@ def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
         "come as another operator (a Linear runs aten.addmm or aten.mm), by an `apply` that was kept from before the "
         "hook was attached, or run compiled"
     )
-    return f"{missed}; {_NO_BACKWARD}" if attachment.kind.is_gradient else missed
+    if not attachment.kind.is_gradient:
+        return missed
+    again = "or a reentrant checkpoint repeats its forward where none is seen (use_reentrant=False shows all)"
+    return f"{missed}; {_NO_BACKWARD}; {again}"
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:
