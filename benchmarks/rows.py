@@ -23,7 +23,6 @@ from importing import importing
 from managing import managing
 from measure import Row
 from rank_rows import ranks
-from replaying import replaying
 from serving import serving
 from subject import Setting
 from threads import threads
@@ -45,7 +44,6 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "adapters": adapters,
     "emitting": emitting,
     "emitting_five": emitting_five,
-    "replaying": replaying,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "analyses": analyses,

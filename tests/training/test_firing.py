@@ -7,7 +7,8 @@ from helpers_hooks import context, fire, intervention, observer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.errors import HooklineWarning, HookSignatureError, LifecycleError, OptionError
+from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.when import HookPoint, StepSchedule
 
@@ -177,3 +178,46 @@ def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
         with pytest.raises(OptionError, match=message):
             call(manager)
     assert hook.seen == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"epoch": {POST_EPOCH: (5, 2)}}, "'a' at POST_EPOCH.*window"),
+        ({"epoch": {POST_EPOCH: 5}}, "'a' at POST_EPOCH.*window"),
+        ({POST_EPOCH}, "loop_points of hook 'a'"),
+        ({"epochs": {POST_EPOCH}}, "loop_points of hook 'a'"),
+    ],
+)
+def test_a_hook_that_could_never_fire_as_declared_is_refused(declared, message):
+    """When the manager is made: silence would look like a hook with nothing to say."""
+    with pytest.raises(OptionError, match=message):
+        HookManager(hooks=[observer("a", loop_points=declared)], loop_type="epoch")
+
+
+def test_a_hook_whose_compute_cannot_be_called_is_refused_before_the_run():
+    """Not at the end of the first epoch."""
+
+    class TakesNothing(TrainingHook):
+        name = "nothing"
+        hook_points = (POST_EPOCH,)
+
+        def compute(self):
+            return {}
+
+    with pytest.raises(HookSignatureError, match=r"TakesNothing\.compute.*compute\(self, ctx\)"):
+        HookManager(hooks=[TakesNothing()])
+
+
+@pytest.mark.parametrize("config", [["epsilon"], {"epsilon": 1e-3}])
+def test_a_flat_hook_config_is_refused(config):
+    """It has a dictionary for each hook."""
+    with pytest.raises(OptionError, match="a dictionary of arguments for each hook"):
+        HookManager(hook_names=["norms"], hook_config=config)
+
+
+def test_an_unknown_field_of_a_firing_is_refused_with_the_nearest():
+    """By whoever fires by hand."""
+    manager = HookManager(hooks=[observer("a", returns={"x": 1}, hook_points=(POST_EPOCH,))])
+    with pytest.raises(OptionError, match="Did you mean 'model'"):
+        manager.fire(POST_EPOCH, epoch=0, modle=None)

@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    _replace_unknown_letters()
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         return _dispatch(arguments)
@@ -82,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except Exception as error:
         return _explain(error, debug=debug)
+
+
+def _replace_unknown_letters() -> None:
+    """Print question marks for letters that the screen lacks, in a formula or a layer's name."""
+    for stream in (sys.stdout, sys.stderr):
+        encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+        if hasattr(stream, "reconfigure") and encoding not in ("", "utf8"):
+            stream.reconfigure(errors="replace")
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -320,10 +320,22 @@ def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookP
         if not points and not hook.loop_points:
             raise OptionError(f"Hook {name!r} never fires: give it hook_points, such as {{HookPoint.POST_EPOCH}}.")
         return dict.fromkeys(points, _ALWAYS)
+    if not isinstance(hook.loop_points, Mapping) or not hook.loop_points.keys() <= set(LOOP_TYPES):
+        form = '{"epoch": {HookPoint.POST_EPOCH}, "step": ...}'
+        raise OptionError(f"loop_points of hook {name!r} is such as {form}; got {hook.loop_points!r}.")
     declared = hook.loop_points.get(loop_type) or ()
     if not isinstance(declared, Mapping):
         return dict.fromkeys(validate_points(declared), _ALWAYS)
-    return {HookPoint.of(point): window or _ALWAYS for point, window in declared.items()}
+    return {HookPoint.of(point): _checked_window(name, point, window) for point, window in declared.items()}
+
+
+def _checked_window(name: str, point: Any, window: Any) -> Window:
+    ends = _ALWAYS if window is None else tuple(window) if isinstance(window, Sequence) else ()
+    is_window = len(ends) == 2 and all(end is None or isinstance(end, int) for end in ends)
+    if is_window and (None in ends or ends[0] <= ends[1]):
+        return ends[0], ends[1]
+    place = f"loop_points of hook {name!r} at {HookPoint.of(point).name}"
+    raise OptionError(f"{place}: a window is (first, last), with None for an open end; got {window!r}.")
 
 
 def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
@@ -332,6 +344,8 @@ def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) ->
         is_here = hook.intervention_points is None or point in validate_points(hook.intervention_points)
         scope = hook.scope if is_here else scope
     schedule = hook.step_schedule
+    if schedule is not None and not callable(getattr(schedule, "is_active", None)):
+        raise OptionError(f"step_schedule of hook {name!r} is a StepSchedule; got {schedule!r}.")
     return PlannedHook(hook, name, point, scope != "observes", window, schedule if point.is_step else None, scope)
 
 

@@ -8,6 +8,7 @@ others go at once, and all are brought to the host before `FanOut` writes them. 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections import deque
@@ -43,7 +44,7 @@ from hookline.lifecycle.managed_hooks import (
 )
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.registry import choose_hooks
-from hookline.messages import type_name
+from hookline.messages import did_you_mean, type_name
 from hookline.observe.host_values import on_host
 from hookline.phases import in_phase
 from hookline.records.log import FanOut, own_rank
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 _NOT_TRAINING: Final = in_phase("intervention")
 _HOOK_OF: Final = attrgetter("hook")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+_FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
 _NAMES: Final = frozenset({str})
@@ -115,7 +117,7 @@ class HookManager(PlanQueries):
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
     ) -> None:
-        config = dict(hook_config or {})
+        config = _checked_config(hook_config)
         reference_path = config.pop("reference_weights", {}).get("path")
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
             chosen = choose_hooks(hook_names, hooks, config)
@@ -516,9 +518,21 @@ def _context_of_fields(
     where = f"fire({point.name}, ...)"
     if run_ctx is not None:
         raise OptionError(f"{where} was given a context, and beside it {', '.join(fields)}; put them into the context.")
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        meant = did_you_mean(unknown[0], _FIELDS)
+        raise OptionError(f"{where}: no field {unknown[0]!r}.{meant} A RunDataContext has {', '.join(_FIELDS)}.")
     if epoch is None:
         raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
+
+
+def _checked_config(config: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    found = config or {}
+    if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
+        form = '{"hessian": {"epsilon": 1e-3}}'
+        raise OptionError(f"hook_config= has a dictionary of arguments for each hook, {form}; got {config!r}.")
+    return dict(found)
 
 
 # -- metrics, to the log and the sinks ---------------------------------------------------------------------------

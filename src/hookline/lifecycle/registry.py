@@ -285,8 +285,22 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would continue "
             "without: define set_state_tensors(self, tensors)."
         )
-    if is_intervention and hook.scope not in _SCOPES:  # type: ignore[union-attr]
-        raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
+    _check_call(cls, "compute", 1)
+    if is_intervention:
+        _check_call(cls, "intervene", 2)
+        if hook.scope not in _SCOPES:  # type: ignore[union-attr]
+            raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
+
+
+def _check_call(cls: type[TrainingHook], method: str, count: int) -> None:
+    function = inspect.getattr_static(cls, method)
+    if not inspect.isfunction(function):
+        return  # a static or class method, a partial: whoever does that knows what it takes
+    signature, wanted = inspect.signature(function), _CALLS[method]
+    try:
+        signature.bind(*[None] * (count + 1))
+    except TypeError as error:
+        raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
 
 
 def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
@@ -347,8 +361,10 @@ def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
         return thing
     if is_tracker(thing) and not isinstance(thing, type):
         return TrackerHook(thing)
-    by_name = "; hooks by name go into hook_names=" if isinstance(thing, str) else ""
-    raise OptionError(f"hooks= takes TrainingHooks, trackers and watches; got {type_name(thing)}{by_name}.")
+    remedy = "; hooks by name go into hook_names=" if isinstance(thing, str) else ""
+    if isinstance(thing, type) and is_tracker(thing):
+        remedy = f": call it, hooks=[{thing.__name__}()]"
+    raise OptionError(f"hooks= takes TrainingHooks, trackers and watches; got {type_name(thing)}{remedy}.")
 
 
 register_built_ins()

@@ -65,7 +65,7 @@ _SHORT: Final = np.uint32(0xFFFFFF00)
 def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None = None) -> Path:
     """Write the page of one run, or of several laid over each other.
 
-    Recipe: ``write_report(["runs/digits/default"])`` writes ``runs/digits/default/report.html``.
+    Recipe: ``write_report(["runs/mod_arithmetic/stride"])`` writes ``runs/mod_arithmetic/stride/report.html``.
 
     The file opens from disk without a network. A run that is still going, has recorded nothing, or was killed in the
     middle of a line has a page as well, which says so.

@@ -70,7 +70,7 @@ class RunData(Generic[T]):
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """Return the folders of runs, and logs by themselves; for a folder that holds runs, these."""
     if not paths:
-        raise OptionError("A page needs at least one run; give the folder of one, such as runs/digits/default.")
+        raise OptionError("A page needs at least one run; give the folder of one, such as runs/mod_arithmetic/stride.")
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():

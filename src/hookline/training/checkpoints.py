@@ -146,7 +146,10 @@ class Checkpoints:
 
     def begin(self) -> None:
         """Make the folder, and remove what a killed process has left half written."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"The folder {self.folder} of checkpoints cannot be made ({error}).") from error
         for draft in self.folder.glob(".step_*"):
             _remove(draft)
 
@@ -163,7 +166,10 @@ def lock_folder(folder: Path) -> FileLock:
     """Return the lock of a run's folder, for a ``with`` block; raise if another run writes its checkpoints there."""
     folder = folder.resolve()
     path = folder / "lock"
-    lock = take_lock(path)
+    try:
+        lock = take_lock(path)
+    except OSError as error:
+        raise CheckpointError(f"No checkpoints can be written to {folder} ({error}): give another folder.") from error
     if lock is None:
         holder = lock_holder(path)
         who = "another process" if holder is None else f"process {holder}"

@@ -261,6 +261,8 @@ def _start_run(
     """Check the options and return a run at its beginning; one that goes on (`first` over 0) resets no hooks."""
     if manager is not None and not isinstance(manager, HookManager):
         raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
+    if resume and first:
+        raise OptionError(f"Give either resume=True or first_{loop}={first}: both say where to continue.")
     if not experiment.model.training:  # parts of a training model may be in evaluation mode on purpose
         experiment.model.train()
     if manager is None:
