@@ -41,7 +41,7 @@ def debug_checks(setting: Setting) -> Iterator[Row]:
     rows = {
         "module check": ("`find_bad_operations` on all modules, forward and gradient, with its copy of the run every "
                          f"{STEPS} steps", 1.15 if on_gpu else 1.10),
-        "flight recorder": ("`FlightRecorder` of the blocks, batch and random streams of every step", 1.02),
+        "flight recorder": ("`FlightRecorder` of the blocks, losses and batches of every step", 1.02),
     }  # fmt: skip
     for name, (words, at_most) in rows.items():
         yield Row(
