@@ -81,7 +81,6 @@ def ddp_names() -> dict[str, Any]:
         "raw": hl.find(model, "module.layers.#.module").names,
         "own attribute": hl.find(model, "layers.#.module").names,
         "predicate": predicate.names,
-        "by type": [site.type for site in hl.find(model, DistributedDataParallel)],
         "table": "module.layers" in repr(hl.find(model)),
     }
 
