@@ -76,6 +76,22 @@ def test_the_hooks_of_a_tensor_live_with_its_node_under_any_key(make):
     assert gone() is None
 
 
+def test_boundary_finds_the_nodes_that_lead_to_an_input():
+    """Only nodes of the call are walked, and each hit comes with its slot and number."""
+    x = torch.ones(2, requires_grad=True) * 1
+    other = torch.ones(2, requires_grad=True)
+    since = _torch.sequence_number()
+    a = x * other
+    b = other + a.exp() * x
+    found = _torch.boundary([node_of(b)], {node_of(x): {0: 7}}, since)
+    assert {(type(node).__name__, *hits) for node, hits in found} == {
+        ("MulBackward0", (0, 7)),
+        ("MulBackward0", (1, 7)),
+    }
+    assert _torch.boundary([node_of(b)], {node_of(x): {0: 7}}, _torch.sequence_number()) == []
+    assert _torch.boundary([node_of(b)], {node_of(x): {1: 7}}, since) == []
+
+
 # -- the engine -----------------------------------------------------------------------------------------------
 
 

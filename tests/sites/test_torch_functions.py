@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,25 @@ def _modes(stack):
     return [stack._at(index) for index in range(stack._height())]
 
 
+@pytest.mark.parametrize(
+    ("stack", "make"),
+    [(_torch.FUNCTION_MODES, _Plain), (_torch.DISPATCH_MODES, _PlainDispatch)],
+    ids=["functions", "operators"],
+)
+def test_a_mode_slips_under_others_and_is_taken_out_again(stack, make):
+    """The bottom is index 0; others keep their order, and their ``with`` blocks take off their own."""
+    ours, first, second = make(), make(), make()
+    with first:
+        with second:
+            stack.slip_under(ours)
+            assert _modes(stack) == [ours, first, second]
+        assert _modes(stack) == [ours, first]
+        assert stack.take_out(ours)
+        assert not stack.take_out(ours)
+        assert _modes(stack) == [first]
+    assert _modes(stack) == []
+
+
 def test_a_default_device_keeps_the_lowest_place():
     """``torch.set_default_device`` looks for its own mode at the very bottom, and raises if it is not there."""
     ours = _Plain()
@@ -38,6 +59,32 @@ def test_a_default_device_keeps_the_lowest_place():
         torch.set_default_device(None)
         _torch.FUNCTION_MODES.take_out(ours)
     assert _modes(_torch.FUNCTION_MODES) == []
+
+
+def test_the_running_modules_are_found_on_the_stack():
+    """The innermost first, and none outside of a forward."""
+    found = []
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            found.append((_torch.running_module(), *_torch.all_running()))
+            return x
+
+    inner = Inner()
+    outer = nn.Sequential(nn.Sequential(inner))
+    outer(torch.ones(1))
+    assert found == [(inner, inner, outer[0], outer)]
+    assert _torch.running_module() is None
+    assert _torch.all_running() == []
+
+
+def test_what_a_function_mode_is_shown_is_known():
+    """Native functions and Python functions that ask for modes; not any other."""
+    assert _torch.is_native("relu_", torch.relu_)
+    assert _torch.is_native("gelu", torch.nn.functional.gelu)
+    assert _torch.handles_modes(torch.nn.functional.softmax)
+    assert not _torch.handles_modes(test_what_a_function_mode_is_shown_is_known)
+    assert not _torch.is_native("sin", math.sin)
 
 
 # -- what observers ask ---------------------------------------------------------------------------------------

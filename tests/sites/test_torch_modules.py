@@ -80,6 +80,28 @@ def test_a_full_backward_hook_sets_a_flag_that_stays():
     assert getattr(module, _torch.FULL_BACKWARD_FLAG) is True
 
 
+def test_in_run_is_true_inside_a_call_or_a_backward_and_false_outside():
+    """With and without hooks, in the forward, in a hook, and while gradients flow."""
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(_torch.in_run())
+            return x * 1
+
+    model = Asks()
+    assert not _torch.in_run()
+    model(torch.ones(1))
+    model.register_forward_hook(lambda *args: seen.append(_torch.in_run()))
+    output = model(torch.ones(1, requires_grad=True))
+    assert seen == [True, True, True]
+    assert not _torch.in_run()
+    output.register_hook(lambda grad: seen.append(_torch.in_run()))
+    output.backward()
+    assert seen == [True, True, True, True]
+    assert not _torch.in_run()
+
+
 def test_forward_hooks_are_taken_as_a_snapshot_but_state_hooks_are_walked_live():
     """Why a state hook of ours may not leave in the middle of a walk."""
     model = nn.Identity()

@@ -25,7 +25,7 @@ import torch
 
 __all__ = [
     "GENERATOR_TYPES", "RandomStates", "cuda_states", "hook_rng", "hook_stream", "kept_rng", "numpy_state",
-    "restart_hook_stream", "run_numpy_state", "run_seed", "set_cuda_states", "set_hook_stream", "set_numpy_state",
+    "restart_hook_stream", "run_seed", "set_cuda_states", "set_hook_stream", "set_numpy_state",
     "set_state", "state_of", "stream_states",
 ]  # fmt: skip
 
@@ -327,17 +327,6 @@ def _exchange_numpy_back(ours: Any, own: Any, stored: Any) -> None:
 def numpy_state() -> Any:
     """Return the state of NumPy's global stream."""
     return np.random.get_state(legacy=False)
-
-
-def run_numpy_state() -> Any:
-    """Return the state of NumPy's global stream in the run, also while hooks draw from another one."""
-    if not _HOOKS.in_use:
-        return numpy_state()
-    own, stored = _HOOKS.outside
-    if _STORED_NORMAL is None:
-        return stored
-    has_gauss, _, gauss = struct.unpack("@iid", stored)
-    return {**own.state, "has_gauss": has_gauss, "gauss": gauss}
 
 
 def set_numpy_state(state: Any) -> None:
