@@ -416,3 +416,16 @@ def test_a_checkpoint_that_differs_is_a_mismatch():
     assert differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}) == ["x"]
     assert differing({"x": [1, 2]}, {"x": [1]}) == ["x.1"]
     assert differing({"x": -0.0}, {"x": 1}) == ["x"]
+
+
+def test_a_second_ctrl_c_says_what_there_is_to_continue_from(capsys, tmp_path, monkeypatch):
+    """Nothing is saved then."""
+    from hookline.runs.find import RunExperiment
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RunExperiment, "train", interrupted)
+    assert run_here("run", TINY, "--epochs", "1") == 130
+    assert "Stopped at once, without saving; there is no checkpoint to continue from." in capsys.readouterr().out
