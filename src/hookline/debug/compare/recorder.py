@@ -110,6 +110,8 @@ class TraceRecorder:
         self._wanted = _WantedNames(tensors)
         self._budget = budget
         self._waiting = _Waiting()
+        self._last: FoundNumbers | None = None
+        """That of the last tensor on the CPU."""
         self._on_devices: dict[torch.device, DeviceFingerprints] = {}
         self._places: dict[tuple[Any, ...], _Place] = {}
         self._lock = threading.RLock()
@@ -176,8 +178,7 @@ class TraceRecorder:
         row = 0
         found: FoundNumbers | DeviceFingerprints
         if local.device.type == "cpu":
-            # Of the very tensor that came before too: .data may have written to it without a new version.
-            found = fingerprint_on_cpu(local)
+            found = self._last = fingerprint_on_cpu(local, self._last)
         else:
             on = self._on_devices.get(local.device)
             if on is None:

@@ -34,6 +34,7 @@ __all__ = [
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
 _MOMENTS: Final = frozenset({"mean", "std", "norm", "rms"})
+_OF_SUMS: Final = frozenset({"mean", "std"})
 _EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
 _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
@@ -58,7 +59,9 @@ class Layout:
     thresholds: tuple[float, ...] = ()
     """Count the numbers whose magnitude is over each of these."""
     moments: bool = True
-    """Whether sums and sums of squares are needed."""
+    """Whether sums of squares are needed."""
+    sums: bool = True
+    """Whether sums are needed."""
     extremes: bool = True
     """Whether minima and maxima are needed."""
     zeros: bool = True
@@ -82,6 +85,7 @@ class Layout:
             stats=tuple(dict.fromkeys(_over_name(_threshold(name)) if _is_over(name) else name for name in names)),
             thresholds=thresholds,
             moments=not wanted.isdisjoint(_MOMENTS),
+            sums=not wanted.isdisjoint(_OF_SUMS),
             extremes=not wanted.isdisjoint(_EXTREMES | {"nonfinite"} | _DETAILS),
             zeros="zero_fraction" in wanted,
             details=not wanted.isdisjoint(_DETAILS),
@@ -322,7 +326,7 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     """Return the row of a block; thresholds are in multiples of ``unit``."""
     count = block.numel()
     low, high = (block.amin().item(), block.amax().item()) if layout.extremes else (math.inf, -math.inf)
-    total, squares = _moments(block, count, low, high) if layout.moments else (0.0, 0.0)
+    total, squares = _moments(block, layout, low, high) if layout.moments else (0.0, 0.0)
     ends = (low, high) if layout.extremes else (total, squares)
     is_odd = not (math.isfinite(ends[0]) and math.isfinite(ends[1]))  # squares of float64 may be too large, too
     nan, inf, finite_low, finite_high = _details(block) if is_odd else (0, 0, low, high)
@@ -333,16 +337,17 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     return [0, count, total, squares, zeros, nan + inf > 0, nan, inf, *over, -low, high, -finite_low, finite_high]
 
 
-def _moments(block: Tensor, count: int, low: float, high: float) -> tuple[float, float]:
-    """Return sum and sum of squares; ``low`` is above ``high`` where they are not known."""
+def _moments(block: Tensor, layout: Layout, low: float, high: float) -> tuple[float, float]:
+    """Return sum, 0 where it is not needed, and sum of squares; ``low`` is above ``high`` where they are not known."""
+    count = block.numel()
     if low == high:  # all the same
         return count * low, count * low * low
-    total, squares = block.sum().item(), torch.dot(block, block).item()
+    total, squares = block.sum().item() if layout.sums else 0.0, torch.dot(block, block).item()
     may_be_finite = low > high or (math.isfinite(low) and math.isfinite(high))
     if squares < _TINY or (may_be_finite and not (math.isfinite(total) and math.isfinite(squares))):
         if block.dtype is _WIDE:
             return total, squares
-        return _moments(block.double(), count, low, high)  # too small, or too large, for float32
+        return _moments(block.double(), layout, low, high)  # too small, or too large, for float32
     mean = total / count
     if mean * mean > _FAR * (squares / count - mean * mean) and math.isfinite(mean):
         about = block - mean
