@@ -11,7 +11,7 @@ from helpers_house import differences, fingerprint
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.debug import find_bad_operations
+from hookline.debug import find_bad_operations, replay_check
 
 
 class Root(nn.Module):
@@ -79,7 +79,7 @@ def test_all_optimizers_are_put_back_and_one_that_was_not_given_keeps_the_step_f
     assert "AdamW was not given" in report.notes[0]
     assert "optimizer=[first, second]" in report.notes[0]
 
-    monkeypatch.setattr("hookline.debug.first_bad.find_bad_operations._only_steps_of", lambda given: nullcontext())
+    monkeypatch.setattr("hookline.debug.first_bad.find_bad_operations.only_steps_of", lambda given: nullcontext())
     blind = Halves(bad_loss=True)
     assert differences(expected, blind.train(blind.first)[0]) != []
 
@@ -91,7 +91,7 @@ def test_nothing_is_blamed_when_the_steps_before_cannot_be_repeated(monkeypatch:
     assert report.operation is not None
     assert (report.operation.operator, report.operation.module) == ("aten.sqrt.default", "3")
 
-    monkeypatch.setattr("hookline.debug.first_bad.find_bad_operations._only_steps_of", lambda given: nullcontext())
+    monkeypatch.setattr("hookline.debug.first_bad.find_bad_operations.only_steps_of", lambda given: nullcontext())
     one = Halves()
     one.second.param_groups[0]["lr"] = 0.1
     _, (report,) = one.train(one.first)
@@ -100,7 +100,7 @@ def test_nothing_is_blamed_when_the_steps_before_cannot_be_repeated(monkeypatch:
     assert "data that the step fetches itself" in str(report)
 
 
-def test_several_optimizers_end_a_step_that_is_followed() -> None:
+def test_several_optimizers_end_a_step_that_is_followed_and_can_be_replayed() -> None:
     """The last one given ends it; lists that hold no optimizer are refused."""
     run = Halves()
     with find_bad_operations(run.model, [run.first, run.second]) as check:
@@ -109,6 +109,12 @@ def test_several_optimizers_end_a_step_that_is_followed() -> None:
     (report,) = check.reports
     assert (report.step, report.operation.operator) == (5, "aten.sqrt.default")
 
+    run = Halves()
+    before = run.state()
+    assert replay_check(run.step, run.model, [run.first, run.second], run.data[0]).equal
+    assert differences(before, run.state()) == []
+    with pytest.raises(hl.errors.OptionError, match="was not given"):
+        replay_check(run.step, run.model, run.first, run.data[0])
     for wrong in ([], [None]):
         with pytest.raises(hl.errors.OptionError, match="optimizer="):
             find_bad_operations(run.model, wrong, step_fn=run.step)

@@ -103,7 +103,7 @@ def find_bad_operations(
     check_model(model, target)
     if every < 1:
         raise OptionError(f"every= is a number of steps, at least 1; got {every!r}.")
-    optimizers = _list_optimizers(optimizer)
+    optimizers = list_optimizers(optimizer)
     if step_fn is None:
         if not optimizers:
             raise OptionError("Nothing says when a step is over: give step_fn=, or the optimizer.")
@@ -113,10 +113,10 @@ def find_bad_operations(
         except BaseException:
             followed.remove()
             raise
-    parts = (model, _join_optimizers(optimizer), scheduler, scaler, loader)
+    parts = (model, join_optimizers(optimizer), scheduler, scaler, loader)
 
     def run_again(batch: Any) -> Any:
-        with _only_steps_of(optimizers):
+        with only_steps_of(optimizers):
             return step_fn(batch)
 
     return BadOperations(BadOperationFinder(model, lambda: parts, run_again, target=target, every=every), step_fn)
@@ -225,7 +225,7 @@ class _JoinedOptimizers:
         self.wrappers = [vars(each) for each in given if not isinstance(each, Optimizer) and hasattr(each, "__dict__")]
 
 
-def _list_optimizers(optimizer: Any) -> list[Any]:
+def list_optimizers(optimizer: Any) -> list[Any]:
     """Return what was given for ``optimizer=`` as a list; refuse a list with nothing in it, or with None."""
     if not isinstance(optimizer, list | tuple):
         return [] if optimizer is None else [optimizer]
@@ -234,14 +234,14 @@ def _list_optimizers(optimizer: Any) -> list[Any]:
     return list(optimizer)
 
 
-def _join_optimizers(optimizer: Any) -> Any:
+def join_optimizers(optimizer: Any) -> Any:
     """Return one object for what was given: an optimizer as it is, several as `_JoinedOptimizers`."""
-    found = _list_optimizers(optimizer)
+    found = list_optimizers(optimizer)
     return _JoinedOptimizers(found) if len(found) > 1 else found[0] if found else None
 
 
 @contextmanager
-def _only_steps_of(optimizers: list[Any]) -> Iterator[None]:
+def only_steps_of(optimizers: list[Any]) -> Iterator[None]:
     """Refuse the step of any other optimizer, before it changes something that nobody puts back."""
     given = [each for one in optimizers for each in (one, unwrap_optimizer(one))]
 
@@ -526,7 +526,7 @@ _ROUNDING: Final = 1e-3
 
 
 class StateMarks:
-    """The norms of parameters and buffers at one moment, in 64 bits; taken without waiting for a device."""
+    """The norms of parameters and buffers at one moment; taken without waiting for a device."""
 
     __slots__ = ("_norms",)
 
@@ -534,8 +534,13 @@ class StateMarks:
         held = [{**module._parameters, **module._buffers}.values() for module in model.modules()]
         found = [_torch.local_tensor(tensor) for some in held for tensor in some if tensor is not None]
         read = [each for each in found if each is not None and each.dtype in _TYPES and each.layout is torch.strided]
+        short = [each for each in read if each.dtype.itemsize == 2]
+        long = [each for each in read if each.dtype.itemsize > 2]  # no wider: a CPU takes five times as long
         with torch.no_grad():  # few launches for all of them
-            self._norms = _torch.norms_of_all(read, 2, dtype=torch.float64) if read else ()
+            self._norms = [
+                *(_torch.norms_of_all(long, 2) if long else ()),
+                *(_torch.norms_of_all(short, 2, dtype=torch.float32) if short else ()),
+            ]
 
     def are_those_of(self, model: nn.Module) -> bool:
         """Return whether the model is now as it was then, up to rounding; waits for the device."""

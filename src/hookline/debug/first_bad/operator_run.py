@@ -27,9 +27,9 @@ from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, sto
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["OperatorRun"]
+__all__ = ["UNFILLED", "OperatorPlace", "OperatorRun", "operator_name", "tensors_in"]
 
-_UNFILLED: Final = frozenset(
+UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 )
 """Operators whose results hold whatever was in that memory before."""
@@ -109,7 +109,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_end(self, result: Any) -> None:
         """Look at what the step leaves behind: its result, gradients, parameters and buffers; in the block."""
-        left = [*_tensors(result), *(tensor for _, tensor in _named_tensors(self._model))]
+        left = [*tensors_in(result), *(tensor for _, tensor in _named_tensors(self._model))]
         left += [p.grad for p in self._model.parameters() if p.grad is not None]
         self._at_end += self._looked_at(left)
 
@@ -130,7 +130,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_looking:
             return func(*args, **kwargs)
-        name, number = _operator_name(func), self.num_operators
+        name, number = operator_name(func), self.num_operators
         self.num_operators += 1
         place = self._place_of(str(func))
         inputs = list(_inputs(func, name, args, kwargs))
@@ -140,11 +140,11 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if writes and not bad:  # they are gone afterwards
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
-        if name in _UNFILLED:
-            for tensor in _tensors(result):  # memory that was freed has no origin any more
+        if name in UNFILLED:
+            for tensor in tensors_in(result):  # memory that was freed has no origin any more
                 self._origins.pop(_key(tensor), None)
             return result
-        both = itertools.chain(_tensors(result), _written(func, args, kwargs) if writes else ())
+        both = itertools.chain(tensors_in(result), _written(func, args, kwargs) if writes else ())
         outputs = list({id(tensor): tensor for tensor in both}.values())
         spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
         if spoiled:
@@ -200,7 +200,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note origins of what a module returns."""
         if self._running:
-            found = self._looked_at(list(_tensors(output)))
+            found = self._looked_at(list(tensors_in(output)))
             for origin in found:
                 origin.has_left = True
             self._at_modules += found
@@ -280,10 +280,10 @@ class _Call:
             again = self.func(*as_float64(self.args), **{key: as_float64(value) for key, value in self.kwargs.items()})
         except Exception:  # an operator that has no kernel for float64
             return False
-        return not any(map(_is_bad, _tensors(again)))
+        return not any(map(_is_bad, tensors_in(again)))
 
 
-def _operator_name(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Return the name of an operator without namespace and overload."""
     return str(func._schema.name).rpartition("::")[2]
 
@@ -312,15 +312,15 @@ def _key(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield _torch.local_tensor(value) if type(value) is not Tensor else value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _inputs(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -330,7 +330,7 @@ def _inputs(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[tuple[str,
         if is_written and (argument.kwarg_only or (index == 0 and name in _OVERWRITES)):
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for number, tensor in enumerate(_tensors(value)):
+        for number, tensor in enumerate(tensors_in(value)):
             yield (argument.name if isinstance(value, Tensor) else f"{argument.name}[{number}]"), tensor
 
 
@@ -338,7 +338,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes to; those of a list of tensors are not among its results."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+            yield from tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
