@@ -26,8 +26,6 @@ from hookline.files import replace_file
 from hookline.messages import type_name
 from hookline.when import HookPoint
 
-__all__ = ["PART", "digest", "is_checkpoint", "is_sharded", "part_of", "read", "sync_folder", "to_savable", "write"]
-
 _MARK: Final = b"hookline.checkpoint."
 """Comes after what torch.save wrote; after it come the version and 4 bytes of CRC-32."""
 _VERSION: Final = b"3"

@@ -15,8 +15,6 @@ from typing import Final
 from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel
 
-__all__ = ["ON_ERROR", "ErrorPolicy", "error_text", "warn_user"]
-
 ON_ERROR: Final = ("raise", "warn", "disable")
 """The values of ``on_error=``."""
 _CONSEQUENCES: Final = {"warn": "stays on; further errors are not logged", "disable": "is switched off"}

@@ -38,38 +38,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
-__all__ = [
-    "CaptureError",
-    "CheckpointError",
-    "CompareError",
-    "ConfigError",
-    "EngineBusy",
-    "EngineClosed",
-    "GuardError",
-    "HookCheckError",
-    "HookNameError",
-    "HookNeverFired",
-    "HookReturnError",
-    "HookSignatureError",
-    "HooklineError",
-    "HooklineWarning",
-    "HooksLeftError",
-    "KindError",
-    "LifecycleError",
-    "MetricError",
-    "MissingPackageError",
-    "NoMatchError",
-    "NonFiniteError",
-    "NotAllowedError",
-    "OptionError",
-    "RankError",
-    "ResumeError",
-    "ScopeError",
-    "TargetError",
-    "TraceError",
-    "UnhookableError",
-]
-
 DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
 """Where the pages are. The one place that says so: change it when they move."""
 

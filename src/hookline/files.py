@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
-__all__ = ["AppendFile", "FileLock", "lock_holder", "replace_file", "take_lock"]
-
 _LONGEST: Final = 50
 """Characters of a file's name that its draft keeps: with process and thread, a name has at most 255 bytes."""
 

@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = [
-    "FunctionPostHook",
-    "FunctionPreHook",
-    "Grads",
-    "Hook",
-    "ModulePostHook",
-    "ModulePreHook",
-    "Predicate",
-    "Scope",
-    "Target",
-]
-
 Grads: TypeAlias = "tuple[Tensor | None, ...]"
 """Gradients in the order of the tensors they belong to; None where none arrived."""
 

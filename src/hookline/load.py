@@ -19,8 +19,6 @@ from typing import Any
 from hookline.errors import MissingPackageError, OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = ["add_current_folder_to_path", "from_folder", "load_object", "needed_package", "without_arguments"]
-
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
     """Return the object at ``file.py:Name`` or ``package.module:Name``.

@@ -9,8 +9,6 @@ import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
-__all__ = ["bearer_token", "is_local_name", "is_loopback", "is_same_token"]
-
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`."""

@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = [
-    "caller_stacklevel", "close_names", "counted", "did_you_mean", "nearest_names", "parse_size", "short_repr",
-    "size_text", "suggest", "type_name", "unknown_name_text",
-]  # fmt: skip
-
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
 """The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""

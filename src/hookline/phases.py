@@ -16,11 +16,6 @@ from hookline.errors import OptionError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "ALL_PHASES", "ENTERED", "PHASES", "During", "Phases", "in_eval_mode", "in_phase", "known_phase", "phase",
-    "validate_phases",
-]  # fmt: skip
-
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
 ALL_PHASES: Final[Phases] = frozenset(PHASES)
@@ -29,12 +24,10 @@ ALL_PHASES: Final[Phases] = frozenset(PHASES)
 class _Entered:
     # Of the process, not of a context: on CUDA the backward runs in a thread that has no context of ours. One object,
     # since to set an attribute of a class empties Python's cache of the class each time.
-    __slots__ = ("changes", "lock", "phase", "stack")
+    __slots__ = ("lock", "phase", "stack")
 
     def __init__(self) -> None:
         self.phase = "train"
-        self.changes = 0
-        """How often a phase was entered or left: as long as it is the same, so is what follows from the phase."""
         self.stack: list[list[str]] = []
         """The phases that were entered and not left, oldest first; each in a list of its own, so that a block finds its
         own one."""
@@ -42,7 +35,7 @@ class _Entered:
 
 
 ENTERED: Final = _Entered()
-"""Has the `phase` and its `changes` as attributes, for what runs at every step or firing: a call takes 1.5 µs there."""
+"""Has the `phase` as an attribute, for what runs at every step or firing: a call takes 1.5 µs there."""
 
 
 def phase() -> str:
@@ -51,15 +44,22 @@ def phase() -> str:
 
 
 @contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode for a block, and each back into its own: some may be frozen."""
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Put each module back into its own mode when the block ends: some may be frozen."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode for a block, and each back into its own."""
+    with kept_modes(model):
+        model.eval()
+        yield
 
 
 def known_phase() -> str | None:
@@ -81,7 +81,6 @@ class in_phase:
         with entered.lock:
             entered.stack.append(mine)
             entered.phase = mine[0]
-            entered.changes += 1
 
     def __exit__(self, *exc_info: object) -> None:
         entered, mine = ENTERED, self._mine
@@ -92,7 +91,6 @@ class in_phase:
                 place -= 1
             del stack[place]
             entered.phase = stack[-1][0] if stack else "train"
-            entered.changes += 1
 
 
 def validate_phases(during: str | Iterable[str]) -> Phases:

@@ -17,8 +17,6 @@ from typing import Any, Final, TypeVar
 
 from hookline.errors import OptionError
 
-__all__ = ["own_copy", "to_plain"]
-
 T = TypeVar("T")
 
 _DEEPEST: Final = 64

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-__all__ = ["RunProgress", "can_redraw", "screen_text"]
-
 _ASCII: Final = {"▲": "^", "▼": "v", "━": "-", "·": "-", "–": "-"}
 _BETWEEN_DRAWINGS: Final = 0.1
 """Seconds. A step may take less than a millisecond, and a drawing takes two."""

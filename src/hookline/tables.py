@@ -17,20 +17,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Final, Literal
 
-__all__ = [
-    "OFF",
-    "ON",
-    "THE_MODEL",
-    "ColourScale",
-    "ShownAsTable",
-    "Table",
-    "legend",
-    "line",
-    "number_text",
-    "picture",
-    "shade_style",
-]
-
 ON: Final = "on, .remove() takes it off"
 """How an object says that its hooks are on."""
 OFF: Final = "off"
@@ -152,11 +138,10 @@ class Table:
         numbers = [
             [_number(cell) if column in self.numbers else None for column, cell in enumerate(row)] for row in self.rows
         ]
-        if isinstance(self.heat, ColourScale):
-            return [[None if number is None else self.heat.share(number) for number in row] for row in numbers]
-        scales = [_scale(column) for column in zip(*numbers, strict=True)]
+        one = self.heat if isinstance(self.heat, ColourScale) else None
+        scales = [one or _scale_of(column) for column in zip(*numbers, strict=True)]
         return [
-            [None if number is None else _share(number, scale) for number, scale in zip(row, scales, strict=True)]
+            [None if number is None else scale.share(number) for number, scale in zip(row, scales, strict=True)]
             for row in numbers
         ]
 
@@ -168,16 +153,11 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _scale(numbers: Sequence[float | None]) -> float:
-    """Return the largest size among ``numbers``; 0 if all are the same, and there is nothing to tell apart."""
+def _scale_of(numbers: Sequence[float | None]) -> ColourScale:
+    """Return the scale up to the largest size among ``numbers``; without an end if there is nothing to tell apart."""
     finite = [number for number in numbers if number is not None and math.isfinite(number)]
-    return max(map(abs, finite)) if len(set(finite)) > 1 else 0.0
-
-
-def _share(number: float, scale: float) -> float | None:
-    if not math.isfinite(number):
-        return number
-    return number / scale if scale else None
+    largest = max(map(abs, finite)) if len(set(finite)) > 1 else math.inf
+    return ColourScale(-largest, largest)
 
 
 class ShownAsTable:

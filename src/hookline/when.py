@@ -15,8 +15,6 @@ from typing import Any, Final
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean, suggest
 
-__all__ = ["HookPoint", "ReportedSteps", "StepSchedule", "growing_interval", "validate_points"]
-
 
 class HookPoint(enum.Enum):
     """A point of a run.

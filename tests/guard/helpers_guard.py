@@ -14,21 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
 
-__all__ = [
-    "OPTIMIZERS",
-    "Run",
-    "Stop",
-    "Tied",
-    "bytes_of",
-    "context_of",
-    "differing",
-    "guard_of",
-    "portrait",
-    "ruin",
-    "small_context",
-    "small_loss",
-]
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),

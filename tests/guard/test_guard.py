@@ -244,6 +244,3 @@ def test_an_observer_that_changes_something_is_named(trespass):
     with pytest.raises(GuardError, match="'watcher' observes") as caught, guard.check_observers("watcher"):
         act(run)
     assert name in str(caught.value)
-
-
-# -- a whole run -------------------------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ from torch.nn.utils import parametrize
 import hookline as hl
 from hookline.guard.guard import Guard
 
-__all__ = ["ACTS", "PART", "VandalizedRun", "Verdict", "portrait", "run_act", "run_case", "switches"]
-
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,6 @@ from hookline.guard.rng import stream_states
 from hookline.sites import _torch
 from hookline.tree import leaves
 
-__all__ = ["SWITCH", "RunDigest", "changed", "dense", "digest", "run_digest"]
-
 RunDigest: TypeAlias = Mapping[str, bytes]
 """The digest of each thing by its name; causes stand before effects: streams, then modes, then numbers."""
 

@@ -33,8 +33,6 @@ from hookline.guard.walk import StateChange
 from hookline.messages import suggest
 from hookline.sites import _torch
 
-__all__ = ["SCOPES", "Guard", "GuardReceipt", "TorchSwitches", "rollback"]
-
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 

@@ -28,11 +28,6 @@ from torch.utils.data import (
 from hookline.errors import LifecycleError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
-__all__ = [
-    "call_loader_factory", "copy_loader", "datasets_of", "generators_of_dataset", "generators_of_loader",
-    "generators_on", "num_shuffles", "private_generator", "samplers_of", "set_num_shuffles",
-]  # fmt: skip
-
 _SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
 """How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
 

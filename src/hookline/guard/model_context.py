@@ -21,11 +21,10 @@ from hookline.guard.guard import Guard
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
 from hookline.guard.snapshot import ALL, Snapshot, roots_of
 from hookline.messages import nearest_names
+from hookline.phases import kept_modes
 from hookline.sites import _torch
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
-
-__all__ = ["ModelDataContext"]
 
 _PARAMETERS: Final = frozenset({"parameter"})
 _Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -330,15 +329,10 @@ class ModelDataContext:
 
         A model that is training stays as it is: what it has in evaluation mode (frozen normalization) is meant to be.
         """
-        modes = [(module, module.training) for module in self._model.modules()]
-        if not self._model.training:
-            self._model.train()
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with kept_modes(self._model), torch.enable_grad():
+            if not self._model.training:
+                self._model.train()
+            yield
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:

@@ -23,12 +23,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-__all__ = [
-    "GENERATOR_TYPES", "RandomStates", "cuda_states", "hook_rng", "hook_stream", "kept_rng", "numpy_state",
-    "restart_hook_stream", "run_seed", "set_cuda_states", "set_hook_stream", "set_numpy_state",
-    "set_state", "state_of", "stream_states",
-]  # fmt: skip
-
 GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The types that ``generators=`` takes, and that are found on models, loaders and samplers."""
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random

@@ -34,8 +34,6 @@ from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers import unwrap_optimizer
 
-__all__ = ["ALL", "BUFFERS", "NOTHING", "Snapshot", "first_names", "interrupts_deferred", "raise_if_lost", "roots_of"]
-
 ALL: Final = frozenset({"parameter", "buffer", "state", "gradient", "batch"})
 """The kinds of tensors, all of which a snapshot copies."""
 BUFFERS: Final = frozenset({"buffer", "batch"})
@@ -134,22 +132,6 @@ def _fits(device: torch.device, nbytes: int) -> bool:
     return nbytes <= _SHARE * (free + unused)
 
 
-class _Pieces:
-    """Pieces of memory of one device and type, and the copies of them."""
-
-    def __init__(self) -> None:
-        self.live: list[Tensor] = []
-        self.copies: list[Tensor] = []
-
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copy without waiting: later work on the device comes after the copy."""
-        if not _is_large(self.live[0]):
-            _torch.copy_all(targets, sources, non_blocking=True)
-            return
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-
-
 class MemoryCopies:
     """A copy of the memory of some tensors: of every storage one piece, however many tensors share it."""
 
@@ -159,23 +141,31 @@ class MemoryCopies:
         for alias in aliases:
             if alias.numel():
                 members[alias.device, alias.untyped_storage().data_ptr()].append(alias)
-        found: dict[Any, _Pieces] = defaultdict(_Pieces)
+        found: dict[Any, list[Tensor]] = defaultdict(list)
         for piece in map(_piece_of, members.values()):
-            found[not _is_large(piece), piece.device, piece.dtype].live.append(piece)
-        self.pieces = [found[key] for key in sorted(found, key=itemgetter(0))]
-        for pieces in self.pieces:
-            pieces.copies = pool.take(pieces.live)
-        self.nbytes = sum(piece.nbytes for pieces in self.pieces for piece in pieces.live)
+            found[not _is_large(piece), piece.device, piece.dtype].append(piece)
+        self.pieces = [(found[key], pool.take(found[key])) for key in sorted(found, key=itemgetter(0))]
+        """By device and type: pieces of memory, and the copies of them."""
+        self.nbytes = sum(piece.nbytes for live, _ in self.pieces for piece in live)
 
     def save(self) -> None:
         """Copy from the tensors."""
-        for pieces in self.pieces:
-            pieces.copy(pieces.copies, pieces.live)
+        for live, copies in self.pieces:
+            _copy(live, to=copies)
 
     def restore(self) -> None:
         """Copy into the memory that the tensors had; autograd does not notice."""
-        for pieces in self.pieces:
-            pieces.copy(pieces.live, pieces.copies)
+        for live, copies in self.pieces:
+            _copy(copies, to=live)
+
+
+def _copy(sources: list[Tensor], *, to: list[Tensor]) -> None:
+    """Copy without waiting: later work on the device comes after the copy."""
+    if not _is_large(sources[0]) and not _is_large(to[0]):
+        _torch.copy_all(to, sources, non_blocking=True)
+        return
+    for source, target in zip(sources, to, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def _is_large(piece: Tensor) -> bool:
@@ -362,7 +352,7 @@ class SavedPart:
         """Give the memory of the copies back."""
         copies, self.copies = self.copies, None
         for pieces in () if copies is None else copies.pieces:
-            self._pool.give(pieces.live, pieces.copies)
+            self._pool.give(*pieces)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -410,7 +400,7 @@ class SavedPart:
         except RuntimeError:  # after .numpy() torch does not resize it any more
             if storage.nbytes() < nbytes:
                 fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-                pieces = [] if self.copies is None else [piece for group in self.copies.pieces for piece in group.live]
+                pieces = [] if self.copies is None else [piece for live, _ in self.copies.pieces for piece in live]
                 for one in (*self._aliases.values(), *pieces):
                     if one.untyped_storage()._cdata == storage._cdata:
                         one.set_(fresh, one.storage_offset(), one.shape, one.stride())

@@ -26,8 +26,6 @@ from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.sites import _torch
 
-__all__ = ["BATCH", "RunWalk", "StateChange"]
-
 BATCH: Final = "batch_data"
 """The root whose objects are entered whatever their class, and whose tensors may be of a kind that is not saved."""
 _ATOM, _TENSOR, _CONTAINER, _OWNED, _GENERATOR, _ARRAY = range(6)
