@@ -166,46 +166,14 @@ VLLM = {
 }
 """By architecture."""
 
+_RADIX = (".attn Attention", ".attn RadixAttention")
 SGLANG = {
-    "LlamaForCausalLM": """
-        model LlamaModel
-        model.embed_tokens VocabParallelEmbedding weight=128x64
-        model.layers ModuleList
-        model.layers.# LlamaDecoderLayer
-        model.layers.#.self_attn LlamaAttention
-        model.layers.#.self_attn.qkv_proj QKVParallelLinear weight=128x64
-        model.layers.#.self_attn.o_proj RowParallelLinear weight=64x64
-        model.layers.#.self_attn.rotary_emb RotaryEmbedding
-        model.layers.#.self_attn.attn RadixAttention
-        model.layers.#.mlp LlamaMLP
-        model.layers.#.mlp.gate_up_proj MergedColumnParallelLinear weight=256x64
-        model.layers.#.mlp.down_proj RowParallelLinear weight=64x128
-        model.layers.#.mlp.act_fn SiluAndMul
-        model.layers.#.input_layernorm RMSNorm weight=64
-        model.layers.#.post_attention_layernorm RMSNorm weight=64
-        model.norm RMSNorm weight=64
-        lm_head ParallelLMHead weight=128x64
-        logits_processor LogitsProcessor
-    """,
-    "MixtralForCausalLM": """
-        model MixtralModel
-        model.embed_tokens VocabParallelEmbedding weight=128x64
-        model.layers ModuleList
-        model.layers.# MixtralDecoderLayer
-        model.layers.#.self_attn MixtralAttention
-        model.layers.#.self_attn.qkv_proj QKVParallelLinear weight=128x64
-        model.layers.#.self_attn.o_proj RowParallelLinear weight=64x64
-        model.layers.#.self_attn.rotary_emb RotaryEmbedding
-        model.layers.#.self_attn.attn RadixAttention
-        model.layers.#.block_sparse_moe MixtralMoE
-        model.layers.#.block_sparse_moe.gate ReplicatedLinear weight=4x64
-        model.layers.#.block_sparse_moe.topk TopK
-        model.layers.#.block_sparse_moe.experts FusedMoE w13_weight=4x256x64 w2_weight=4x64x128
-        model.layers.#.input_layernorm RMSNorm weight=64
-        model.layers.#.post_attention_layernorm RMSNorm weight=64
-        model.norm RMSNorm weight=64
-        lm_head ParallelLMHead weight=128x64
-        logits_processor LogitsProcessor
-    """,
+    "LlamaForCausalLM": VLLM["LlamaForCausalLM"].replace(*_RADIX),
+    "MixtralForCausalLM": VLLM["MixtralForCausalLM"]
+    .replace(*_RADIX)
+    .replace(
+        "gate GateLinear weight=4x64", "gate ReplicatedLinear weight=4x64\nmodel.layers.#.block_sparse_moe.topk TopK"
+    )
+    .replace("MoERunner\n        model.layers.#.block_sparse_moe.experts.routed_experts RoutedExperts", "FusedMoE"),
 }
-"""By architecture."""
+"""By architecture: where they differ from those of vLLM."""

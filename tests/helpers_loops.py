@@ -89,7 +89,7 @@ def noting(*points: str, **attributes: Any) -> Noting:
 
 
 def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
-    """Weights, buffers, gradients, modes, optimizer, scheduler and all random streams, to the last bit."""
+    """Weights, buffers, gradients, modes, flags, optimizer, scheduler and all random streams, to the last bit."""
     model, optimizer = experiment.model, experiment.optimizer
     left = {f"weight {name}": value.clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -97,6 +97,7 @@ def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
         for key, value in optimizer.state[parameter].items():
             left[f"optimizer {key} of {name}"] = torch.as_tensor(value).clone()
     left["mode"] = torch.tensor([module.training for module in model.modules()])
+    left["requires_grad"] = torch.tensor([parameter.requires_grad for parameter in model.parameters()])
     left["lr"] = torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
     if experiment.scheduler is not None:
         left["scheduler"] = torch.tensor(experiment.scheduler.last_epoch)

@@ -18,16 +18,16 @@ __all__ = ["Slow", "delivered", "record", "rows"]
 class Slow(MetricSink):
     """Appends what it is given to a file, a line each.
 
-    Fails as long as ``{path}.down`` exists, which holds the name of the error; also at the record ``poison``.
+    Fails as long as ``{path}.down`` exists, which holds the name of the error.
     """
 
     slow = True
 
-    def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
-        self.path, self.poison, self.delay = path, poison, delay
+    def __init__(self, path: str, delay: float = 0.0) -> None:
+        self.path, self.delay = path, delay
 
     def options(self) -> dict[str, Any]:
-        return {"path": str(self.path), "poison": self.poison, "delay": self.delay}
+        return {"path": str(self.path), "delay": self.delay}
 
     def write(self, record: Record) -> None:
         down = Path(f"{self.path}.down")
@@ -35,8 +35,6 @@ class Slow(MetricSink):
             with Path(f"{self.path}.tries").open("a") as tries:
                 tries.write("x")
             raise {"OSError": OSError, "RuntimeError": RuntimeError}[down.read_text()]("nobody there")
-        if record.number == self.poison:
-            raise ValueError("will not take this")
         time.sleep(self.delay)
         self._line({"n": record.number, **record.metrics, "point": record.point})
 

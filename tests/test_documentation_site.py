@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import hookline
+from hookline import errors
 
 ROOT = Path(__file__).parents[1]
 EXTERNAL = re.compile(r"""(?:<(?:script|img|iframe|source|video)\b[^>]*\ssrc|<link\b[^>]*\shref)=["']?(?:https?:)?//""")
@@ -43,7 +44,7 @@ def check_that_every_page_is_there(pages: dict[str, str]) -> None:
     for made in ("changelog", "contributing", "results", "examples", *(f"examples/{e.stem}" for e in EXAMPLES)):
         assert f"{made}/index.html" in pages
     assert "--matmul-precision" in pages["command_line/index.html"]  # what `hookline run --help` prints
-    for name in re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE):
+    for name in errors.__all__:
         assert f'<h2 id="{name.lower()}">{name}' in pages["errors/index.html"]
 
 

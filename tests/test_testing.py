@@ -111,9 +111,6 @@ def test_a_good_hook_passes_and_the_report_is_a_table():
     assert any(line.split()[:4] == ["ok", "inert", "The", "run"] for line in lines)
 
 
-# -- one fault each ------------------------------------------------------------------------------------------
-
-
 class Writes(Plain):
     def value(self, ctx):
         ctx.model.decoder.weight.data.mul_(1.0001)

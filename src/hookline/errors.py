@@ -38,6 +38,14 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
+__all__ = [
+    "CaptureError", "CheckpointError", "CompareError", "ConfigError", "EngineBusy", "EngineClosed",
+    "GuardError", "HookCheckError", "HookNameError", "HookNeverFired", "HookReturnError", "HookSignatureError",
+    "HooklineError", "HooklineWarning", "HooksLeftError", "KindError", "LifecycleError", "MetricError",
+    "MissingPackageError", "NoMatchError", "NonFiniteError", "NotAllowedError", "OptionError", "RankError",
+    "ResumeError", "ScopeError", "TargetError", "TraceError", "UnhookableError",
+]  # fmt: skip
+
 DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
 """Where the pages are. The one place that says so: change it when they move."""
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,6 +19,7 @@ from hookline.records.sink import StepSeries
 
 __all__ = [
     "CLASSES",
+    "GPU",
     "INTERVENTIONS",
     "OBSERVERS",
     "TokenModel",
@@ -37,6 +38,9 @@ __all__ = [
 CLASSES = {name: getattr(analyses, path.partition(":")[2]) for name, path in analyses.BUILT_IN.items()}
 INTERVENTIONS = [name for name, cls in CLASSES.items() if issubclass(cls, hl.InterventionHook)]
 OBSERVERS = [name for name in CLASSES if name not in INTERVENTIONS]
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+)
 P, WIDTH = 11, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "relu_activations": {"targets": "hidden"},
@@ -67,7 +71,7 @@ class TokenModel(nn.Module):
         return self.decoder(x + self.out(self.dropout(torch.relu(self.hidden(x)))))
 
 
-def token_experiment(**options: Any) -> hl.Experiment:
+def token_experiment(device: str = "cpu", **options: Any) -> hl.Experiment:
     """Sums of two tokens, 5 batches an epoch."""
     torch.manual_seed(0)
     np.random.seed(0)
@@ -80,12 +84,11 @@ def token_experiment(**options: Any) -> hl.Experiment:
         logits = model(pairs)
         return {"val_acc": (logits.argmax(1) == dataset.tensors[1]).float().mean(), "val_loss": logits.sum()}
 
-    settings: dict[str, Any] = {"evaluate": evaluate} | options
+    settings: dict[str, Any] = {"evaluate": evaluate if device == "cpu" else None} | options
     return hl.Experiment(
-        model,
+        model.to(device),
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         DataLoader(dataset, batch_size=12, shuffle=True),
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         **settings,
     )
 

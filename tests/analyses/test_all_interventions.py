@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_analyses import INTERVENTIONS, by_step, made
+from helpers_analyses import GPU, INTERVENTIONS, by_epoch, by_step, made
 from helpers_loops import left_by, rich_experiment
 from helpers_training import differences
 from torch import Tensor, nn
@@ -116,3 +116,47 @@ def test_options_that_mean_nothing_are_refused(name: str, options: dict[str, Any
     """When the hook is made; the message names the option."""
     with pytest.raises(hl.errors.OptionError, match=words):
         made(name, **options)
+
+
+def run_all(
+    device: str, hooked: bool = True, *, adam: Any, dropout: float = 0.3, dtype: Any = None, **options: Any
+) -> tuple[hl.Experiment, hl.sinks.MemorySink]:
+    """Train three epochs with some kind of Adam, with all interventions or none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 4))
+    data = [(torch.randn(32, 16).to(dtype), torch.randint(4, (32,))) for _ in range(8)]
+    optimizer = torch.optim.AdamW(model.to(device, dtype).parameters(), lr=1e-2, **adam)
+    experiment, sink = hl.Experiment(model, optimizer, data), hl.sinks.MemorySink()
+    hooks = [made(name, **CASES[name]) for name in INTERVENTIONS]
+    manager = hl.HookManager(hooks=hooks, sinks=[sink], **options) if hooked else None
+    torch.manual_seed(1)
+    hl.epoch_loop(experiment, epochs=3, manager=manager)
+    return experiment, sink
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("adam", [{}, {"fused": True}, {"capturable": True}, {"foreach": True, "amsgrad": True}])
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_trace_is_left_on_a_gpu(device: str, adam: Any, offload: bool) -> None:
+    plain, _ = run_all(device, False, adam=adam)
+    expected = left_by(plain) | {"device": torch.cuda.get_rng_state()}
+    reference = {name: p.detach().cpu() + 1.0 for name, p in plain.model.named_parameters()}
+    hooked, sink = run_all(device, adam=adam, offload_state=offload, reference_weights=reference)
+    assert differences(expected, left_by(hooked) | {"device": torch.cuda.get_rng_state()}) == []
+    assert min(len(by_step(sink, name)) for name in ("hessian", "adam_dynamics")) >= 6
+    assert len(by_epoch(sink, "counterfactual")) == len(by_epoch(sink, "counterfactual_validator")) == 3
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("adam", [{}, {"fused": True}, {"capturable": True}, {"amsgrad": True}])
+def test_figures_are_those_of_the_cpu(device: str, adam: Any) -> None:
+    # A capturable Adam corrects its moments by a count in float32, so that the runs themselves part.
+    relative, absolute = (1e-3, 1e-4) if "capturable" in adam else (1e-5, 1e-8)
+    on_cpu = {key: value for key, value in adam.items() if key != "capturable"}
+    _, here = run_all("cpu", adam=on_cpu, dropout=0.0, dtype=torch.float64)
+    _, there = run_all(device, adam=adam, dropout=0.0, dtype=torch.float64)
+    for hook, read in (("hessian", by_step), ("adam_dynamics", by_step), ("counterfactual", by_epoch)):
+        first, second = read(here, hook), read(there, hook)
+        assert first.keys() == second.keys()
+        for moment, metrics in first.items():
+            assert second[moment] == pytest.approx(metrics, rel=relative, abs=absolute)

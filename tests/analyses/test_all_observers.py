@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers_analyses import (
     CLASSES,
+    GPU,
     OBSERVERS,
     OPTIONS,
     context,
@@ -34,20 +35,20 @@ from hookline.tree import copied
 POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
 
 
-def run_epochs(manager, first=0, last=5, experiment=None):
-    experiment = experiment or token_experiment()
+def run_epochs(manager, first=0, last=5, experiment=None, device="cpu"):
+    experiment = experiment or token_experiment(device)
     hl.epoch_loop(experiment, epochs=last, manager=manager, snapshot_every=2, first_epoch=first)
     return experiment
 
 
 @functools.cache
-def bare(run):
+def bare(run, device="cpu"):
     """What a run without hooks leaves."""
-    return left_by(run(None))
+    return left_by(run(None, device=device))
 
 
-def run_steps(manager, first=0, last=23, experiment=None):
-    experiment = experiment or token_experiment()
+def run_steps(manager, first=0, last=23, experiment=None, device="cpu"):
+    experiment = experiment or token_experiment(device)
     hl.step_loop(experiment, steps=last, manager=manager, snapshot_every=4, first_step=first)
     return experiment
 
@@ -59,11 +60,12 @@ LOOPS = pytest.mark.parametrize("run", [run_epochs, run_steps])
 
 
 @LOOPS
-def test_a_run_with_all_observers_is_the_run_without(run):
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_run_with_all_observers_is_the_run_without(run, device):
     """Weights, buffers, gradients, optimizer, modes and all random streams, to the last bit; each of them reported."""
     sink = hl.sinks.MemorySink()
-    plain, experiment = bare(run), run(new_manager(OBSERVERS, sink))
-    assert differences(plain, left_by(experiment)) == []
+    experiment = run(new_manager(OBSERVERS, sink, offload_state=device != "cpu"), device=device)
+    assert differences(bare(run, device), left_by(experiment)) == []
     assert {name.partition("/")[0] for name in sink.latest} >= set(OBSERVERS)
     hl.assert_no_hooks(experiment.model)
 
@@ -351,9 +353,6 @@ def test_neither_the_order_of_hooks_nor_offloading_their_state_changes_a_metric(
     run_epochs(new_manager(OBSERVERS, one))
     run_epochs(new_manager(OBSERVERS[::-1], other, offload_state=True))
     assert one.latest == other.latest
-
-
-# -- by name -------------------------------------------------------------------------------------------------
 
 
 def test_all_built_ins_are_known_by_name(own_registry):

@@ -124,24 +124,6 @@ def test_every_figure_against_numpy(method, dtype, tolerance):
         assert metrics == pytest.approx(wanted, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_content_is_the_gradient_of_the_batch_before_the_step_before(loop):
-    """On a quadratic loss exactly: adding what A's step took off B's gradient gives back the one before it."""
-    data, path = descent()
-    hook = HessianHook(every_n_steps=3, burst_length=3)
-    weights = {"head": torch.ones(2, dtype=torch.float64), "tail": torch.ones(4, dtype=torch.float64)}
-    found = run(hook, torch.float64, loop=loop, reference_weights=weights)
-    assert len(found) >= 3
-    for step, metrics in found.items():
-        before, seen = data[step] @ path[step - 1], data[step] @ path[step]
-        assert metrics["content_norm"] == pytest.approx(np.linalg.norm(before), rel=1e-10)
-        assert metrics["content_norm/tail"] == pytest.approx(np.linalg.norm(before[2:]), rel=1e-10)
-        way = 1.0 - path[step + 1]
-        assert metrics["content_cossim_to_solution"] == pytest.approx(cos(-before, way), rel=1e-8)
-        assert metrics["observed_grad_norm"] == pytest.approx(np.linalg.norm(seen), rel=1e-10)
-        assert abs(np.linalg.norm(seen) / np.linalg.norm(before) - 1) > 1e-2  # the control: they are not the same
-
-
 def test_the_gradient_observed_is_the_one_that_training_saw():
     """As it lies in ``.grad``: with its dropout, its clipping, its micro-batches."""
     experiment = rich_experiment(accumulate=2, clip_norm=0.5)
@@ -253,11 +235,3 @@ def with_dropout(method: str) -> dict[str, float]:
 def test_dropout_does_not_count_as_curvature():
     """Both gradients are taken with the same mask."""
     assert with_dropout("difference") == pytest.approx(with_dropout("exact"), rel=1e-3, abs=1e-6)
-
-
-def test_several_batches_to_a_step():
-    experiment = rich_experiment(accumulate=2)
-    sink = hl.sinks.MemorySink()
-    hook = HessianHook(every_n_steps=1, burst_length=1)
-    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
-    assert sorted(by_step(sink, "hessian")) == [2]

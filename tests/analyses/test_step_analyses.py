@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import context, cos, flat, made, random_grads
+from helpers_analyses import context, cos, flat, made, random_grads, token_experiment
 from torch import nn
 
 import hookline as hl
@@ -20,51 +22,33 @@ def step(hook, model, grads=None, **given):
     return hook.compute(context(model, POST_STEP, **given))
 
 
-# -- batch_dynamics ------------------------------------------------------------------------------------------
+def test_batch_dynamics_against_all_pairs_of_gradients_wherever_reports_fall(model):
+    """45 steps, 24 kept, multiplied 16 at a time; reports after 7, 12, 20, 21 and 45 of them.
 
-
-def test_batch_dynamics_against_all_pairs_of_gradients(model):
-    """Twelve steps, eight of them kept: lags over all twelve, efficiency and rank over the newest eight."""
+    Lags over all steps since the last report, efficiency and rank over the newest eight.
+    """
     hook = made("batch_dynamics", max_lag=8, lags=[1, 3, 8, 20], windows=[2, 5, 8, 9])
     assert (hook.lags, hook.windows) == ([1, 3, 8], [2, 5, 8])
-    grads = [random_grads(model, seed) for seed in range(12)]
-    assert all(step(hook, model, grad) is None for grad in grads)
-    found = hook.compute(context(model, POST_EPOCH))
-    rows = np.stack([flat(grad) for grad in grads])
-    lags = {lag: np.mean([cos(rows[t], rows[t - lag]) for t in range(lag, 12)]) for lag in (1, 3, 8)}
-    for lag, expected in lags.items():
-        assert found[f"lag_{lag}"] == pytest.approx(expected, rel=1e-4)
-    assert found["autocorrelation_mean"] == pytest.approx(np.mean(list(lags.values())), rel=1e-4)
-    for size in (2, 5, 8):
-        newest = rows[-size:]
-        expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
-        assert found[f"efficiency_{size}"] == pytest.approx(expected, rel=1e-4)
-    shares = np.linalg.svd(rows[-8:], compute_uv=False) ** 2
-    shares /= shares.sum()
-    assert found["effective_rank"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()), rel=1e-4)
-    assert found["top1_variance"] == pytest.approx(shares[0], rel=1e-4)
-
-
-def test_batch_dynamics_is_right_wherever_reports_fall(model):
-    """45 steps, 24 kept, multiplied 16 at a time; reports after 7, 20, 21 and 45 of them."""
-    hook = made("batch_dynamics", max_lag=8, lags=[1, 3, 8], windows=[8])
-    rows = []
-    start = 0
-    for end in (7, 20, 21, 45):
+    rows, start = [], 0
+    for end in (7, 12, 20, 21, 45):
         for seed in range(start, end):
             grads = random_grads(model, seed)
             rows.append(flat(grads))
-            step(hook, model, grads)
+            assert step(hook, model, grads) is None
         found = hook.compute(context(model, POST_EPOCH))
-        for lag in (1, 3, 8):
-            cosines = [cos(rows[t], rows[t - lag]) for t in range(max(start, lag), end)]
-            assert found.get(f"lag_{lag}") == (pytest.approx(np.mean(cosines), rel=1e-4) if cosines else None)
-        newest = np.stack(rows[-8:])
-        shares = np.linalg.svd(newest, compute_uv=False) ** 2
-        assert found["top1_variance"] == pytest.approx(shares[0] / shares.sum(), rel=1e-4)
-        if len(newest) == 8:
+        cosines = {lag: [cos(rows[t], rows[t - lag]) for t in range(max(start, lag), end)] for lag in (1, 3, 8)}
+        assert {lag for lag in cosines if f"lag_{lag}" in found} == {lag for lag, each in cosines.items() if each}
+        means = {lag: np.mean(each) for lag, each in cosines.items() if each}
+        assert {lag: found[f"lag_{lag}"] for lag in means} == pytest.approx(means, rel=1e-4)
+        assert found["autocorrelation_mean"] == pytest.approx(np.mean(list(means.values())), rel=1e-4)
+        shares = np.linalg.svd(np.stack(rows[-8:]), compute_uv=False) ** 2
+        shares /= shares.sum()
+        assert found["effective_rank"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()), rel=1e-4)
+        assert found["top1_variance"] == pytest.approx(shares[0], rel=1e-4)
+        for size in (size for size in hook.windows if size <= len(rows)):
+            newest = np.stack(rows[-size:])
             expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
-            assert found["efficiency_8"] == pytest.approx(expected, rel=1e-4)
+            assert found[f"efficiency_{size}"] == pytest.approx(expected, rel=1e-4)
         start = end
 
 
@@ -109,9 +93,6 @@ def test_parameter_delta_since_the_last_report():
     )
 
 
-# -- training_diagnostics ------------------------------------------------------------------------------------
-
-
 def test_training_diagnostics_against_the_same_numbers(model):
     """Seventy steps, more than there was room for at first; then it begins anew."""
     hook, random = made("training_diagnostics"), np.random.default_rng(0)
@@ -140,3 +121,57 @@ def test_training_diagnostics_against_the_same_numbers(model):
 
 
 # -- in a run ------------------------------------------------------------------------------------------------
+
+
+def run(hook, loop=hl.epoch_loop, experiment=None, **length):
+    """What reached the sink, and the experiment."""
+    experiment, sink = experiment or token_experiment(), hl.sinks.MemorySink()
+    loop(experiment, manager=hl.HookManager(hooks=[hook], sinks=[sink]), **(length or {"epochs": 2}))
+    return sink, experiment
+
+
+def test_statistics_are_those_of_a_watch_by_hand():
+    """The same run twice: every metric of the second epoch is what a watch says that was on all the time."""
+    sink, _ = run(made("stats", every=1))
+    experiment = token_experiment()
+    by_hand = hl.watch(experiment.model, stats=("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite"))
+    hl.epoch_loop(experiment, epochs=1)
+    by_hand.reset()
+    hl.epoch_loop(experiment, epochs=2, first_epoch=1)
+    expected = by_hand.to_metrics()
+    by_hand.remove()
+    assert expected.keys() >= {
+        "hidden/forward/mean",
+        "hidden/backward/norm",
+        "hidden.weight/param/absmax",
+        "embedding.weight/param_grad/zero_fraction",
+        "forward/std",
+    }
+    assert {name: sink.latest[f"stats/{name}"] for name in expected} == expected
+
+
+def test_only_due_steps_count_and_evaluation_does_not():
+    """Five steps an epoch, every second one, counted through: 0, 2, 4, then 6, 8."""
+
+    class Fires(type(made("stats"))):
+        seen: list[int] = []
+
+        def compute(self, ctx):
+            self.seen.append(self._watch.report()["fired"]["hidden/forward"])
+            return super().compute(ctx)
+
+    hook = Fires(every=2)
+    run(hook)
+    assert hook.seen == [3, 2]
+
+
+def test_nan_is_told_by_the_layer_that_had_it():
+    """And counted over all."""
+    experiment = token_experiment()
+    with torch.no_grad():
+        experiment.model.hidden.weight[0, 0] = math.nan
+    sink, _ = run(made("stats", every=1), experiment=experiment, epochs=1)
+    assert sink.latest["stats/hidden/forward/nonfinite"] == 5
+    assert sink.latest["stats/norm/forward/nonfinite"] < 5
+    assert sink.latest["stats/nonfinite"] > 5
+    assert math.isnan(sink.latest["stats/max_forward"])

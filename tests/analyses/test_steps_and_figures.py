@@ -8,13 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import TokenModel, context, cos, flat, made, random_grads
+from helpers_analyses import (
+    GPU,
+    TokenModel,
+    context,
+    cos,
+    flat,
+    made,
+    random_grads,
+    singular_values,
+    token_experiment,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hookline as hl
-from hookline.analyses import _values
+from hookline.analyses import (
+    AttentionHook,
+    ConsecutiveHook,
+    HessianHook,
+    SubspaceGradientInfoHook,
+    VarianceHook,
+    _values,
+)
 
 POST_STEP, POST_EPOCH = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH
 STEP_LEVEL = ["training_metrics", "batch_dynamics", "path_length", "training_diagnostics"]
@@ -72,7 +89,27 @@ def test_nothing_moves_between_host_and_device_at_a_step(on_meta, name):
     assert transfers.seen == []
 
 
-# -- parameters are looked up at each firing -----------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # of torch, once, that it does not see all
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("name", STEP_LEVEL)
+def test_no_step_waits_for_the_device(device, name):
+    """By torch's own count; a report waits, which is the negative control."""
+    model = token_experiment(device).model
+    for key, grad in random_grads(model, 1).items():
+        dict(model.named_parameters())[key].grad = grad.to(device)
+    hook = made(name)
+    hook.start(model)
+    ctx = [context(model, POST_STEP, loss=torch.tensor(1.0, device=device), lr=0.1) for _ in range(70)]
+    hook.compute(ctx[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in ctx[1:]:
+            hook.compute(each)
+        if name in ("batch_dynamics", "training_diagnostics"):
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                hook.compute(context(model, POST_EPOCH))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def named_at_step(model: nn.Module, epoch: int = 0) -> dict[str, nn.Parameter]:
@@ -80,7 +117,6 @@ def named_at_step(model: nn.Module, epoch: int = 0) -> dict[str, nn.Parameter]:
 
 
 def test_a_parameter_that_is_replaced_or_added_between_two_steps_is_noticed():
-    """At once."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert named_at_step(model)["0.weight"] is model[0].weight
     kept, model[0].weight = model[0].weight, nn.Parameter(torch.zeros(2, 2))
@@ -134,9 +170,6 @@ def test_zero_has_no_angle_and_what_does_not_change_no_noise():
             assert spread["signal_to_noise"] == ratio
 
 
-# -- training_metrics, phases --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", [-3.0, 0.0, 1e-9, 2.5, 88.8, 709.78, 709.79, 1e30, math.inf, -math.inf])
 def test_perplexity_is_that_of_numpy_whatever_the_loss_is_kept_in(loss):
     """A float, and tensors of four precisions, each to its own rounding of the loss."""
@@ -167,3 +200,94 @@ def test_windows_keep_their_products_right(monkeypatch, batch, resumes):
         if number % (batch + 1) == 0:
             newest = vectors[max(number - 4, 0) : number + 1].double().flip(0)
             assert window.gram() == pytest.approx((newest @ newest.T).numpy(), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-4])
+def test_gradients_that_hardly_differ_are_told_apart(share):
+    """Centred figures are differences of products: in float32, the variance was 10 % off at 1e-3, nonsense below."""
+    draw = torch.Generator().manual_seed(0)
+    common = torch.randn(40, 50, generator=draw)
+    model = nn.Linear(50, 40, bias=False)
+    hooks = VarianceHook(), SubspaceGradientInfoHook(), ConsecutiveHook()
+    reference = model.weight.detach() + torch.randn(40, 50, generator=draw)
+    hooks[1].set_reference_weights({"weight": reference})
+    rows = []
+    for _ in range(5):
+        gradient = common + share * torch.randn(40, 50, generator=draw)
+        rows.append(gradient.double().numpy().ravel())
+        found = [hook.compute(context(model, accumulated_grads={"weight": gradient})) for hook in hooks]
+    gradients = np.array(rows)
+    centred = gradients - gradients.mean(0)
+    assert found[0]["gradient_variance"] == pytest.approx((centred**2).mean(), rel=1e-4)
+    std = np.linalg.norm(gradients.std(0, ddof=1))
+    assert found[0]["signal_to_noise"] == pytest.approx(np.linalg.norm(gradients.mean(0)) / std, rel=1e-4)
+    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    squares = sizes**2
+    assert found[1]["svd_total_variance"] == pytest.approx(squares.sum(), rel=1e-4)
+    assert found[1]["participation_ratio"] == pytest.approx(squares.sum() ** 2 / (squares**2).sum(), rel=1e-3)
+    way = (reference - model.weight.detach()).double().numpy().ravel()
+    energies = squares * (directions @ (way / np.linalg.norm(way))) ** 2
+    share_of_way = found[1]["grad_energy_fraction_toward_solution"]
+    assert share_of_way == pytest.approx(energies.sum() / squares.sum(), rel=1e-2)
+    one, other = gradients[-1], gradients[-2]
+    cosine = one @ other / (np.linalg.norm(one) * np.linalg.norm(other))
+    assert float(found[2]["angle_degrees"]) == pytest.approx(math.degrees(math.acos(cosine)), rel=1e-4)
+
+
+def test_the_largest_singular_values_of_a_large_matrix():
+    """As flat as a spectrum gets: to 2 %, and never too large."""
+    matrix = torch.rand(900, 600, generator=torch.Generator().manual_seed(0)) - 0.5
+    right = np.linalg.svd(matrix.double().numpy(), compute_uv=False)[:20]
+    found = singular_values(matrix)
+    assert found.shape == (20,)
+    assert np.abs(found / right - 1).max() < 0.02
+    assert (found <= right * (1 + 1e-5)).all()
+
+
+class Conv1D(nn.Module):
+    """The linear layer of Hugging Face's GPT-2: the weight is (inputs, outputs)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+
+
+class Decoder(nn.Module):
+    """Embedding, attention and an MLP as GPT-2 names them; the decoder is the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(23, 8)
+        self.attn = nn.ModuleDict({"c_attn": Conv1D(24, 8), "c_proj": Conv1D(8, 8)})
+        self.mlp = nn.ModuleDict({"c_fc": Conv1D(32, 8), "c_proj": Conv1D(8, 32)})
+        self.lm_head = nn.Linear(8, 23, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+
+def test_attention_of_gpt2_is_found():
+    """Query, key and value lie side by side in c_attn."""
+    torch.manual_seed(0)
+    model = Decoder()
+    found = AttentionHook().compute(context(model))
+    thirds = np.split(model.attn["c_attn"].weight.detach().double().numpy(), 3, axis=1)
+    spectra = [np.linalg.svd(third, compute_uv=False) for third in thirds]
+    assert found["sv_concentration"] == pytest.approx(np.mean([s[0] / s.sum() for s in spectra]), rel=1e-5)
+
+
+def test_hessian_of_half_precision_is_not_rounded_away():
+    """A move of 1e-4 is nothing to a bfloat16 of 1: the difference was zero, whatever the curvature."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    data = [torch.randn(8, 4).bfloat16() for _ in range(6)]
+    sink = hl.sinks.MemorySink()
+    hook = HessianHook(every_n_steps=2, burst_length=2)
+    experiment = hl.Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), data, lambda model, x: model(x).float().square().mean()
+    )
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    quotients = list(sink.latest["hessian/rayleigh_quotient"])
+    assert quotients
+    x = torch.stack(data).double()
+    largest = max(float(torch.linalg.eigvalsh(2 * b.T @ b / 8)[-1]) for b in x)
+    assert all(0 < quotient < 1.05 * largest for quotient in quotients)

@@ -6,14 +6,34 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers_waiting import PATIENCE
 from helpers_warm import run_warm
 
+from hookline.lifecycle.registry import HookRegistry
+
 EXPERIMENTS = Path(__file__).parent / "experiments.py"
 TINY = f"{EXPERIMENTS}:Tiny"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder; files that are loaded, and hooks they register, are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no line about threads
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("_hooks", "groups"):
+        monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(tmp_path), str(Path(__file__).parent))):
+            del sys.modules[name]
 
 
 def hookline(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,6 @@ import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
 MODEL = f"{EXPERIMENTS}:make_model"
-QUIET = ("--silent", "--no-report")
 SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments:count_calls", "config": {}}
 
 
@@ -168,7 +167,6 @@ def test_a_run_file_brings_hooks_specs_and_sinks(seen, tmp_path):
 
 
 def test_a_dry_run_shows_where_hooks_sit(seen, capsys):
-    """As the run would have them."""
     assert run_here("run", write(RUN), "--dry-run") == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out[out.index("Specs") :].splitlines() if line.strip()}

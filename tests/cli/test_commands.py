@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import re
+import shlex
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 from helpers_waiting import PATIENCE, until
+from torch import nn
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.cli import commands
+from hookline.cli.main import main
 from hookline.runs import build
 
 QUIET = ("--silent", "--no-report")
-
-
-# -- hooks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("hooks",), ("run", "--hooks-list")])
@@ -33,9 +38,6 @@ def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
     assert "(for debugging)" in lines["counterfactual_validator"]
     assert {"first_bad_operation", "flight_recorder"} <= lines.keys()
     assert f"{len(BUILT_IN) + 2} hooks" in out
-
-
-# -- find ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,6 @@ def test_a_new_hook_keeps_what_hooks_promise(tmp_path):
 
 
 def test_a_new_sink_takes_metrics(tmp_path):
-    """From its file."""
     assert run_here("new", "sink", "newest") == 0
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "--hook-sink", "newest.py:Newest", *QUIET) == 0
     assert "training_metrics/loss = " in (tmp_path / "runs/tiny/forward/newest.txt").read_text()
@@ -180,3 +181,93 @@ def test_what_is_there_stays(capsys):
         assert run_here("new", "hook", file) == 2
         assert said in capsys.readouterr().err
     assert Path("there.py").read_text() == "mine"
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].register_forward_hook(print)
+    model[0].register_forward_hook(print)
+    return model
+
+"""
+SPECS = [{"name": "shapes", "target_modules": ["0"], "hook_factory": "hookline.factories:nan_alarm", "config": {}}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, a file of hooks, and two traces that differ."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "hooks.json").write_text(json.dumps(SPECS))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    other = copy.deepcopy(model)
+    other[0].weight.data[0] = float("nan")
+    for name, one in {"a": model, "b": other}.items():
+        with hl.trace(one, to=tmp_path / name, kinds=("input", "output")), torch.no_grad():
+            one(torch.ones(2, 4))
+    return tmp_path
+
+
+CHECK = ["check", "hooks.json", "--model", "model.py:make_model", "--json"]
+DRY_RUN = ["run", TINY, "--hooks", "norms", "hessian", "stats", "--dry-run", "--json"]
+
+
+def printed(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(words) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and numbers, not only keys."""
+    modules = printed(["find", "model.py:make_model", "#", "--json"], 0, capsys)["modules"]
+    assert [(each["name"], each["type"], each["parameters"]) for each in modules] == [
+        ("0", "Linear", 40),
+        ("1", "ReLU", 0),
+        ("2", "Linear", 18),
+    ]
+    checked = printed(CHECK, 0, capsys)
+    assert checked["hooks"] == [{"name": "shapes", "on": "forward", "target_modules": ["0"], "matches": "0"}]
+    (norms,) = printed(["hooks", "norms", "--json"], 0, capsys)["hooks"]
+    assert "total_norm" in [metric["name"] for metric in norms["metrics"]]
+
+
+def test_a_plan_is_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what its table says, and makes nothing."""
+    plan = printed(DRY_RUN, 0, capsys)
+    assert plan["version"] == 2
+    assert [row["hook"] for row in plan["hooks"] if row["point"] == "POST_EPOCH"][:2] == ["training_metrics", "norms"]
+    assert not Path(plan["files"][0]["folder"]).exists()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
+RUN_FILE = "experiment: parity.py:Parity\nconfig: {epochs: 3, lr: 1e-3}\nhooks:\n  with_hooks: observers\n  confg: {}\n"
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Every command of the page, with what it prints."""
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for command, _, output in (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]):
+            found.append((command, output))
+    return found
+
+
+def test_the_console_blocks_of_the_page_are_what_is_printed(capsys, monkeypatch):
+    """One after the other in one folder; ``…`` stands for what differs from run to run."""
+    monkeypatch.setenv("COLUMNS", "110")
+    Path("run.yaml").write_text(RUN_FILE)
+    shown = blocks()
+    assert len(shown) >= 10
+    for command, output in shown:
+        words = shlex.split(command)
+        assert words[0] == "hookline"
+        run_here(*words[1:])
+        heard = capsys.readouterr()
+        pattern = re.escape(output).replace("…", "[^\n]*")
+        assert re.fullmatch(pattern, heard.out + heard.err), f"$ {command}\n{heard.out}{heard.err}"

@@ -76,7 +76,6 @@ def test_the_run_goes_on_if_that_is_asked_for(policy, count, said, capsys):
 
 
 def test_a_hook_that_cannot_start_is_named(capsys):
-    """Before the first step."""
     assert run_here("run", TINY, "--hooks", "boom.py:Late", *QUIET) == 1
     err = capsys.readouterr().err
     assert "Raised by the hook 'late' when training began, in start(model)." in err

@@ -50,13 +50,11 @@ def test_every_command_has_help_with_what_it_does(name, capsys):
 
 
 def test_the_version_is_the_packages(capsys):
-    """And nothing else."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hookline {hl.__version__}\n"
 
 
 def test_an_unknown_command_is_told_with_what_was_meant(capsys):
-    """To the standard error."""
     assert main(["rum"]) == 2
     assert "Unknown command 'rum'. Did you mean 'run'? Commands: run, hooks" in capsys.readouterr().err
 
@@ -143,6 +141,7 @@ def test_an_error_of_hooklines_own_while_training_is_a_failed_run(capsys, tmp_pa
     assert facts_of(tmp_path / "runs" / "no_batches" / "forward")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     """``hookline hooks | head -1``."""
     code = f"{sys.executable} -m hookline hooks | head -1"

@@ -41,23 +41,6 @@ def done(*arguments: str | Path, cwd: Path, **options: object) -> str:
     return run.stdout + run.stderr
 
 
-def test_audited_hooks_get_their_reference_weights(tmp_path):
-    """Otherwise a hook that needs them turns itself off, and is certified without having run."""
-    (tmp_path / "own.py").write_text(
-        HOOK + "\n    needs_reference_weights = True\n\n"
-        "    def set_reference_weights(self, weights):\n"
-        f"        open({str(tmp_path / 'given.txt')!r}, 'a').write(f'{{len(weights)}} tensors\\n')\n"
-    )
-    done("run", TINY, "--epochs", "1", "--record-trajectory", *QUIET, "--hooks", "norms", cwd=tmp_path)
-    (weights,) = [path for path in (tmp_path / "runs/tiny/forward/trajectory").iterdir() if path.is_file()][-1:]
-    (tmp_path / "run.yaml").write_text(
-        f"experiment: {TINY}\nconfig: {{epochs: 1}}\n"
-        f"hooks: {{names: ['own.py:Own'], config: {{reference_weights: {{path: '{weights}'}}}}}}\n"
-    )
-    done("audit", "run.yaml", "--steps", "4", cwd=tmp_path)
-    assert (tmp_path / "given.txt").read_text().startswith("4 tensors")
-
-
 def test_a_sink_by_the_name_of_an_entry_point_works_in_a_script(tmp_path, monkeypatch):
     """As it does in an experiment: the same flag, the same sinks."""
     site = tmp_path / "site"

@@ -5,12 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
+
+from hookline.errors import ConfigError
+from hookline.runs.flags import from_text
 
 QUIET = ("--silent", "--no-report")
 NOTED = f"{EXPERIMENTS}:NotedHook"
@@ -37,7 +42,7 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
     facts = facts_of(folder)
     assert (facts["status"], facts["strategy"], facts["experiment"]) == ("finished", "forward", "tiny")
     assert facts["result"]["steps"] == 6
-    assert facts["result"]["metrics"]["val_acc"] == pytest.approx(facts["result"]["metrics"]["val_acc"])
+    assert 0 <= facts["result"]["metrics"]["val_acc"] <= 1
     assert facts["config"]["epochs"] == 2
     assert facts["command"] == ["hookline", *arguments]
     assert set(facts["hooks"]) == {"training_metrics", "norms"}
@@ -129,7 +134,7 @@ def test_two_runs_with_one_seed_end_alike_and_another_seed_does_not():
 
 def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     """Each its own folder, log and files; one group; hooks made once and reset for each."""
-    flags = ("--hooks", NOTED, "--hook-csv", "--no-report", "--silent")
+    flags = ("--hooks", NOTED, "--hook-csv", "--hook-jsonl", "--no-report", "--silent")
     assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", *flags) == 0
     import experiments
 
@@ -138,6 +143,9 @@ def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     for number, strategy in enumerate(("forward", "backward"), 1):
         folder = tmp_path / "runs" / "tiny" / strategy
         assert (folder / f"{strategy}.csv").exists()
+        lines = [json.loads(line) for line in (folder / f"{strategy}.jsonl").read_text().splitlines()]
+        assert all({"epoch", "hook_point"} <= set(line) for line in lines)
+        assert lines
         assert {record["strategy"] for record in records_of(folder)} == {strategy}
         context = contexts_of(folder)[0]
         assert (context["strategy"], context["experiment_name"]) == (strategy, "tiny")
@@ -282,7 +290,6 @@ def test_the_process_is_as_it_was_afterwards():
 
 
 def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
-    """Seen from inside."""
     seen = []
     import hookline.training.loops as loop
 
@@ -315,9 +322,6 @@ def test_the_trajectory_is_saved_at_snapshots(tmp_path):
     first, last = load_file(files[0]), load_file(files[-1])
     assert set(first) == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert not torch.equal(first["0.weight"], last["0.weight"])
-
-
-# -- going on --------------------------------------------------------------------------------------------------
 
 
 def test_more_epochs_go_on_where_a_run_ended(tmp_path, capsys):
@@ -429,3 +433,66 @@ def test_a_second_ctrl_c_says_what_there_is_to_continue_from(capsys, tmp_path, m
     monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", TINY, "--epochs", "1") == 130
     assert "Stopped at once, without saving; there is no checkpoint to continue from." in capsys.readouterr().out
+
+
+@pytest.fixture
+def three_threads():
+    """torch's own number, as on a machine of three cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_resumed_run_keeps_its_threads_and_a_flag_wins(three_threads, capsys):
+    """Which is told, as it may change the last bits; and the process has its own number again."""
+    run = ("run", TINY, "--silent", "--no-report", "--epochs")
+    folder = Path("runs/tiny/forward")
+    seen = []
+    for epochs, *flags in (("1", "--threads", "2"), ("2", "--resume"), ("3", "--resume", "--threads", "1")):
+        assert run_here(*run, epochs, *flags) == 0
+        seen.append((facts_of(folder)["threads"], "last bits" in capsys.readouterr().out))
+    assert seen == [(2, False), (2, False), (1, True)]
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("500", int, 500),
+        ("1e-3", float, 0.001),
+        ("inf", float, math.inf),
+        ("true", bool, True),
+        ("OFF", bool, False),
+        ("true", str, "true"),
+        ("none", int | None, None),
+        ("7", int | None, 7),
+        ("7", int | str, 7),
+        ("2,5,10", list[int], [2, 5, 10]),
+        ("", list[int], []),
+        ("2,5", tuple[int, ...], (2, 5)),
+        ("a,b", list[str] | None, ["a", "b"]),
+        ("slow", Literal["fast", "slow"], "slow"),
+        ("3", Any, 3),
+        ("true", Any, True),
+    ],
+)
+def test_a_text_becomes_what_is_declared(text, hint, value):
+    found = from_text(text, hint)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "said"),
+    [
+        ("1.5", int, "valid integer"),
+        ("x", float, "valid number"),
+        ("maybe", bool, "valid boolean"),
+        ("quick", Literal["fast", "slow"], "'fast' or 'slow'"),
+        ("1,2,3", tuple[int, int], "expected"),
+    ],
+)
+def test_a_misfit_says_what_was_expected(text, hint, said):
+    with pytest.raises(ConfigError, match=said):
+        from_text(text, hint)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_training import nested_differences
 from helpers_waiting import PATIENCE
 from helpers_warm import WarmPopen
 from torch import nn
@@ -103,16 +104,6 @@ def _saved(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
 def _records(folder: Path) -> list[Any]:
     lines = (folder / "records.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if '"metrics"' in line]
@@ -131,8 +122,8 @@ def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(
     assert code == 3
     control = main(["run", *hooks, "drawing.size=-1", "--no-report", "--", "train.py", str(folder / "b.pt"), "0"])
     assert plain.wait(PATIENCE) == control == 0
-    assert _same(_saved(folder / "a.pt"), _saved(folder / "plain.pt"))
-    assert not _same(_saved(folder / "b.pt"), _saved(folder / "plain.pt"))
+    assert nested_differences(_saved(folder / "a.pt"), _saved(folder / "plain.pt")) == []
+    assert nested_differences(_saved(folder / "b.pt"), _saved(folder / "plain.pt")) != []
     out, err = capfd.readouterr()
     assert out.splitlines()[:4] == ["own sitecustomize", *(f"epoch {epoch} of __main__" for epoch in range(3))]
     assert "train/script failed: 21 steps" in err  # exit code 3
@@ -370,9 +361,6 @@ def test_what_cannot_be_done_is_said_before_anything_is_started(case: str, folde
     assert err.count("\n") == 1  # one sentence, and no box
     assert out == ""
     assert not (folder / "runs").exists()
-
-
-# -- which module it is ----------------------------------------------------------------------------------------
 
 
 def _sgd(*modules: nn.Module) -> torch.optim.Optimizer:

@@ -141,6 +141,5 @@ def test_an_alias_has_the_line_where_its_value_is_written(tmp_path):
 @pytest.mark.parametrize("ending", [".yaml", ".json", ".toml"])
 @pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
 def test_an_empty_file_says_nothing(tmp_path, ending, text):
-    """In any language."""
     (tmp_path / f"a{ending}").write_text(text, encoding="utf-8")
     assert read_document(tmp_path / f"a{ending}").values is None

@@ -1,7 +1,8 @@
-"""`Run`: what a run file may say, how it says no, and that flags, files and saved runs are one value."""
+"""`Run` and files of hooks: what they may say, how they say no, and that flags, files and saved runs are one value."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import hookline as hl
 from hookline.errors import ConfigError
 from hookline.runs.build import build
-from hookline.runs.documents import placed_specs, read_document
+from hookline.runs.documents import is_server_file, placed_specs, read_document, server_settings
 from hookline.runs.flags import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
@@ -60,11 +61,8 @@ def test_a_whole_run_file_is_one_value(tmp_path):
     [
         ("hoks: {}\n", r"line 1, at \$\.hoks: nothing is called 'hoks' here\. Did you mean 'hooks'\? There are: exp"),
         ("hooks:\n  names: [norms]\n  confg: {}\n", r"line 3, at \$\.hooks\.confg: .* Did you mean 'config'\?"),
-        ("hooks:\n  names:\n    - norms\n    - 3\n", r"line 4, at \$\.hooks\.names\[1\]: expected .* string, got 3\."),
         ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
         ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
-        ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
-        ("specs:\n  - nme: x\n", r"line 2, at \$\.specs\[0\]\.nme: .* Did you mean 'name'\?"),
         ("specs:\n- x\n", r"line 2, at \$\.specs\[0\]: A hook spec is an object with target_modules and "),
         ("hooks: [norms, {name: x}]\n", r"line 1, at \$\.hooks\[0\]: A hook spec is an object .*got 'norms'\."),
         ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
@@ -74,7 +72,6 @@ def test_a_whole_run_file_is_one_value(tmp_path):
     ],
 )
 def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
-    """Asked, found, next; and where."""
     with pytest.raises(ConfigError, match=said):
         read([write(tmp_path, text)])
 
@@ -124,9 +121,6 @@ def test_values_become_what_is_declared():
         declared("x", int)
 
 
-# -- flags, files and builds are one -----------------------------------------------------------------------------
-
-
 def test_a_flag_wins_key_by_key_and_what_is_not_given_is_absent(tmp_path):
     """Arguments of hooks are joined; a switch of the file can be turned off."""
     file = write(tmp_path, WHOLE)
@@ -163,10 +157,88 @@ def test_an_error_in_a_users_file_comes_through_as_it_is(tmp_path):
         read_file(write(tmp_path, "hooks: ['k_broken.py:Hook']\n"))
 
 
-def test_help_needs_no_torch_and_the_package_no_pydantic():
-    """Both would be waited for."""
+def test_the_package_needs_no_pydantic():
     code = "import sys, hookline, hookline.lifecycle, hookline.training; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    code = "import sys; from hookline.cli.main import main\ntry: main(['run', '--help'])\nexcept SystemExit: "
-    code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+SPEC = {"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}
+
+
+def document_of(tmp_path, text, name="server.json"):
+    (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
+    return read_document(tmp_path / name)
+
+
+def read_specs(document):
+    return [document.at(place) for place in placed_specs(document, is_server=True)]
+
+
+def test_the_settings_of_a_server_are_kept_whole(tmp_path):
+    """What is not about hooks is for the server."""
+    text = {"model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC]}
+    assert server_settings(document_of(tmp_path, text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"hooks": {"name": "x"}}, "at $.hooks: expected a valid list"),
+        ({"forward_hooks": "x"}, "at $.forward_hooks: expected a valid list"),
+        ({"enable_hooks": "false"}, "at $.enable_hooks: expected a valid boolean"),
+        ({"hooks": ["x"]}, "at $.hooks[0]: A hook spec is an object with target_modules and hook_factory, got 'x'."),
+        ({"hooks": [{"name": 3}]}, "at $.hooks[0].name: expected a valid string, got 3."),
+        ({"hooks": [{"config": [1]}]}, "at $.hooks[0].config: expected an object, got [1]."),
+        ({"hooks": [{"hook_factry": "m:f"}]}, "nothing is called 'hook_factry' here. Did you mean 'hook_factory'?"),
+        ({"hooks": [{"every": 2, "on": "state_dict_pre"}]}, "at $.hooks[0]: every counts forwards of the model"),
+    ],
+)
+def test_what_cannot_be_is_told(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        server_settings(document_of(tmp_path, text))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'server.json'}, line 1, ")
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("null", "is empty"), ("[]", "a list"), ('"x"', "text")])
+def test_settings_are_an_object(tmp_path, text, said):
+    """Neither nothing nor a list."""
+    with pytest.raises(ConfigError, match=rf"server\.json (holds )?{said}"):
+        server_settings(document_of(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"hooks": null}', '{"hooks": []}', '{"enable_hooks": null, "hooks": []}'])
+def test_no_hooks_are_no_mistake(tmp_path, text):
+    """Null and an empty list are none."""
+    assert not server_settings(document_of(tmp_path, text)).get("hooks")
+
+
+def test_all_that_a_spec_may_say_is_taken(tmp_path):
+    """Null is left out by whoever makes the spec."""
+    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3}
+    whole |= {"exclude": "x.*", "enabled": False, "on_error": "disable", "target_modules": "x"}
+    assert read_specs(document_of(tmp_path, [whole])) == [whole]
+
+
+def test_which_file_it_is_can_be_told():
+    """A run file says what to run; a server has hooks on modules."""
+    for values in ({"hooks": [SPEC]}, {"hooks": []}, {"enable_hooks": True}, {"forward_hooks": None, "port": 1}):
+        assert is_server_file(values), values
+    for values in (
+        {},
+        [],
+        None,
+        {"hooks": ["norms"]},
+        {"hooks": {"names": []}},
+        {"experiment": "x", "enable_hooks": True, "hooks": [SPEC]},
+        {"sinks": {}, "hooks": [SPEC]},
+    ):
+        assert not is_server_file(values), values
+
+
+def test_forward_hooks_count_whatever_the_switch_says(tmp_path):
+    """As in the newer spelling, which has none."""
+    text = {"enable_hooks": False, "hooks": [SPEC], "forward_hooks": [SPEC | {"name": "b"}]}
+    assert [spec["name"] for spec in read_specs(document_of(tmp_path, text))] == ["b"]
+    text["enable_hooks"] = True
+    assert [spec["name"] for spec in read_specs(document_of(tmp_path, text))] == ["a", "b"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from helpers_models import assert_same_grads, leaf, logger, mlp, twin
 from torch import nn
 
 import hookline as hl
+from hookline.debug.precision.precision_checker import PrecisionChecker, PrecisionConfig
 
 FORWARD_KINDS = ["forward_pre", "forward"]
 BACKWARD_KINDS = ["backward_pre", "backward", "full_backward"]
@@ -45,24 +47,6 @@ class Reuse(nn.Module):
 
 
 # -- order, and taking off --------------------------------------------------------------------------------
-
-
-def test_the_four_kinds_fire_in_the_order_of_the_call():
-    """forward_pre, the forward, forward_post, then in the backward pass backward_pre before backward_post."""
-    events = []
-
-    class Noting(nn.Linear):
-        def forward(self, x):
-            events.append("forward()")
-            return super().forward(x)
-
-    module = Noting(3, 2)
-    for kind in ("backward_post", "forward_post", "backward_pre", "forward_pre"):
-        hl.attach(module, logger(events, kind), on=kind)
-    output = module(leaf(4, 3))
-    assert events == ["forward_pre", "forward()", "forward_post"]
-    output.sum().backward()
-    assert events[3:] == ["backward_pre", "backward_post"]
 
 
 @pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
@@ -185,9 +169,6 @@ def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns
     assert torch.equal(grad_output[0], upstream)
     assert torch.equal(x.grad, x_reference.grad)
     assert_same_grads(module, reference)
-
-
-# -- hooks that come and go while firing ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", FORWARD_KINDS)
@@ -319,3 +300,81 @@ def test_the_calls_of_a_function_are_numbered_anew_in_each_iteration(kind):
             model(leaf(4, 4)).sum().backward()
     order = [0, 1, 2] if kind == "forward" else [2, 1, 0]
     assert calls == [("block", step, call) for step in range(2) for call in order]
+
+
+class Poisoned(nn.Module):
+    """Adds ``value`` to one entry."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        mask = torch.zeros_like(x)
+        mask[0, 0] = self.value
+        return x + mask
+
+
+def poisoned(value):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Poisoned(value), nn.Tanh(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("form", ["simple", "md5"])
+@pytest.mark.parametrize(("value", "counts"), [(float("nan"), (1, 0)), (float("inf"), (0, 1))])
+def test_a_bad_value_flags_the_layer_that_made_it_and_those_after_it(form, value, counts, tmp_path):
+    """NaN and infinity, in both formats; layers before are clean, statistics are of finite values."""
+    model = poisoned(value)
+    with PrecisionChecker(model, f"level=1,path={tmp_path},format={form}") as checker:
+        model(torch.ones(2, 3))
+    flagged = [record.name for record in checker.errors]
+    after = ["3", "4", "Sequential"] if counts[0] else []  # tanh of infinity is 1
+    assert flagged == ["2", *after]
+    record = checker.errors[0]
+    assert (record.nan, record.inf) == counts
+    lines = next(tmp_path.rglob("*.log")).read_text().splitlines()
+    assert [line.endswith(" <- ERROR") for line in lines] == [r.name in flagged for r in checker.records]
+    bad = lines[2]
+    assert f"[NaN:{counts[0]} Inf:{counts[1]}]" in bad
+    if form == "simple":
+        with torch.no_grad():
+            finite = torch.tanh(model[0](torch.ones(2, 3))).flatten()[1:]
+        assert f"min={finite.min():.6g} max={finite.max():.6g} mean={finite.double().mean():.6g}" in bad
+
+
+def test_counters_begin_anew_and_files_of_the_second_iteration_replace_those_of_the_first(tmp_path):
+    """The same block three times in an iteration; index 0 is in the name, as the source's guide says."""
+    block = nn.Linear(2, 2)
+    model = nn.ModuleDict({"Block": block})
+    indices = []
+    with PrecisionChecker(model, f"level=1,path={tmp_path},save_tensors=true") as checker:
+        for iteration in range(2):
+            checker.reset_counters()
+            outputs = [block(torch.full((1, 2), float(iteration * 3 + call))) for call in range(3)]
+            indices.append([record.index for record in checker.records])
+    assert indices == [[0, 1, 2], [0, 1, 2]]
+    files = {path.name: np.load(path) for path in tmp_path.rglob("*.npy")}
+    assert sorted(files) == ["Block_0_forward.npy", "Block_1_forward.npy", "Block_2_forward.npy"]
+    for call, output in enumerate(outputs):
+        assert np.array_equal(files[f"Block_{call}_forward.npy"], output.detach().numpy())
+
+
+def test_the_config_string_is_read_exactly_and_mistakes_raise():
+    """An unknown key, an item without '=' and a level that does not exist are errors."""
+    config = PrecisionChecker(nn.Identity(), "level=1,path=x,format=md5,save_tensors=true").config
+    assert config == PrecisionConfig(level=1, path="x", format="md5", save_tensors="npy")
+    for wrong in ("level=1,colour=red", "level=1,verbose", "level=7"):
+        with pytest.raises(hl.HooklineError):
+            PrecisionChecker(nn.Identity(), wrong)
+
+
+def test_level_0_installs_nothing(tmp_path):
+    """No hook on the model or the process, no file."""
+    model = poisoned(0.0)
+    with PrecisionChecker(model, f"level=0,path={tmp_path}") as checker:
+        checker.register_for_module(model[0])
+        hl.assert_no_hooks(model, foreign=True)
+        assert hl.attached() == []
+        model(torch.ones(2, 3)).sum().backward()
+    assert not checker.records
+    assert list(tmp_path.iterdir()) == []

@@ -10,27 +10,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
-from helpers_cli import TINY, facts_of, records_of, run_here
+from helpers_cli import TINY, alone, facts_of, records_of, run_here
 
 from hookline.lifecycle.registry import HookRegistry
 from hookline.runs.build import chosen_hooks
 from hookline.runs.read import How
 from hookline.runs.run import Run, run_flags_by_name
 
+__all__ = ["alone"]
+
 QUIET = ("--silent", "--no-report", "--epochs", "1")
 FOLDER = Path("runs/tiny/forward")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """An empty current folder; files that are loaded, and hooks they register, are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("_hooks", "groups"):
-        monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
-    yield
-    sys.modules.pop("experiments", None)
 
 
 FLAGS = """
@@ -76,17 +66,27 @@ def test_a_group_drops_hooks_for_debugging_even_if_it_lists_them():
     assert chosen_hooks("sloppy", ["counterfactual_validator"], sets)[-1] == "counterfactual_validator"
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ("--with-hooks", "observer"),
-            "Unknown group of hooks: 'observer'. Did you mean 'observers'? Groups: none, minimal",
-        ),
-        (("--hooks", "hesian"), "Unknown hook: 'hesian'. Did you mean 'hessian'? Available: training_metrics, norms"),
-    ],
-)
-def test_an_unknown_group_or_hook_leaves_with_the_valid_names(flags, said, capsys):
+MALFORMED = "Invalid --hook-config format: '{}' (expected hook_name.param=value)"
+REFUSED = [
+    (
+        ("--with-hooks", "observer"),
+        "Unknown group of hooks: 'observer'. Did you mean 'observers'? Groups: none, minimal",
+    ),
+    (("--hooks", "hesian"), "Unknown hook: 'hesian'. Did you mean 'hessian'? Available: training_metrics, norms"),
+    *(
+        (("--hooks", "hessian", "--hook-config", item), MALFORMED.format(item))
+        for item in ("hessian", "hessian=1", "hessian.epsilon", "=1")
+    ),
+    # without effect: of an unknown argument, of a hook that is not selected, of one that there is not
+    *(
+        (("--hooks", "norms", "--hook-config", item), item.partition(".")[0])
+        for item in ("norms.x=1", "hessian.epsilon=1", "nothing.x=1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_what_cannot_be_leaves_in_the_sources_words_with_the_valid_names(flags, said, capsys):
     """A code that is not 0, and nothing is trained."""
     assert run_here("run", TINY, *QUIET, *flags) != 0
     assert said in capsys.readouterr().err
@@ -126,38 +126,8 @@ def test_the_hook_config_of_the_scenario_is_float_and_int():
     assert isinstance(found["hessian"]["every_n_steps"], int)
 
 
-@pytest.mark.parametrize("item", ["hessian", "hessian=1", "hessian.epsilon", "=1"])
-def test_a_malformed_hook_config_is_the_sources_sentence(item, capsys):
-    assert run_here("run", TINY, *QUIET, "--hooks", "hessian", "--hook-config", item) != 0
-    assert f"Invalid --hook-config format: '{item}' (expected hook_name.param=value)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("item", ["norms.x=1", "hessian.epsilon=1", "nothing.x=1"])
-def test_a_hook_config_without_effect_is_no_silence(item, capsys):
-    """Of an unknown argument, of a hook that is not selected, of one that there is not."""
-    assert run_here("run", TINY, *QUIET, "--hooks", "norms", "--hook-config", item) != 0
-    assert item.partition(".")[0] in capsys.readouterr().err
-
-
-def test_each_strategy_has_its_own_files_in_its_own_folder():
-    """``{output_dir}/{experiment}/{strategy}/{strategy}.csv`` and ``.jsonl``."""
-    flags = ("--strategy", "all", "--hooks", "--hook-csv", "--hook-jsonl", "--output-dir", "out")
-    assert run_here("run", TINY, *QUIET, *flags) == 0
-    for strategy in ("forward", "backward"):
-        folder = Path("out/tiny") / strategy
-        assert (folder / f"{strategy}.csv").exists()
-        lines = [json.loads(line) for line in (folder / f"{strategy}.jsonl").read_text().splitlines()]
-        assert lines
-        assert all({"epoch", "hook_point"} <= set(line) for line in lines)
-
-
-def test_hooks_list_and_describe_print_what_the_source_prints(capsys):
-    """Name, observer or intervention, description, debug included; described are all but debug."""
-    assert run_here("run", "--hooks-list") == 0
-    listed = capsys.readouterr().out
-    assert "counterfactual_validator" in listed
-    assert "observer" in listed
-    assert "intervention" in listed
+def test_hooks_describe_prints_what_the_source_prints(capsys):
+    """Of those that are named, the description and the metrics; the list is tested in tests/cli/test_commands.py."""
     assert run_here("run", "--hooks-describe", "norms", "hessian") == 0
     described = capsys.readouterr().out
     assert "total_norm" in described

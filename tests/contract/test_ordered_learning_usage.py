@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from helpers_loops import rich_experiment
 
 import hookline as hl
 from hookline import (
@@ -24,17 +24,6 @@ from hookline import (
     step_loop,
 )
 from hookline.lifecycle import DebugInterventionHook
-
-
-def make_experiment() -> hl.Experiment:
-    """Three batches for a small network."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
-    return hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=0.01), data)
-
-
-# -- when a hook fires -----------------------------------------------------------------------------------------
 
 
 def test_loop_points_by_type_of_loop():
@@ -52,11 +41,19 @@ def test_loop_points_by_type_of_loop():
             return {"loss": ctx.loss, "learning_rate": ctx.lr}
 
     sink = hl.sinks.MemorySink()
-    epoch_loop(make_experiment(), epochs=2, manager=HookManager(hooks=[TrainingMetricsHook], sinks=[sink]))
+    epoch_loop(
+        rich_experiment(batches=3, evaluate=None),
+        epochs=2,
+        manager=HookManager(hooks=[TrainingMetricsHook], sinks=[sink]),
+    )
     assert [record.hook_point.name for record in sink.records] == ["POST_EPOCH", "POST_EPOCH"]
     assert sink.records[0].metrics["training_metrics/learning_rate"] == 0.01
     sink.clear()
-    step_loop(make_experiment(), steps=4, manager=HookManager(hooks=[TrainingMetricsHook], sinks=[sink]))
+    step_loop(
+        rich_experiment(batches=3, evaluate=None),
+        steps=4,
+        manager=HookManager(hooks=[TrainingMetricsHook], sinks=[sink]),
+    )
     assert {record.hook_point.name for record in sink.records} == {"POST_STEP"}
     assert sum(len(record.metrics["training_metrics/loss"]) for record in sink.records) == 4
 
@@ -80,7 +77,7 @@ def test_the_firing_order_within_one_epoch():
         def step(self):
             events.append("scheduler.step()")
 
-    experiment = make_experiment()
+    experiment = rich_experiment(batches=3, evaluate=None)
     experiment.train_step = lambda batch: events.append("train_step()")
     experiment.scheduler = Scheduler()
     experiment.evaluate = lambda model: events.append("evaluate()")
@@ -94,9 +91,6 @@ def test_the_firing_order_within_one_epoch():
         "POST_EPOCH",
         "SNAPSHOT",
     ]
-
-
-# -- observers and interventions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("restores", [True, False])
@@ -129,7 +123,7 @@ def test_the_typical_intervention_pattern(restores):
             return metrics
 
     def train(*hooks):
-        experiment, sink = make_experiment(), hl.sinks.MemorySink()
+        experiment, sink = rich_experiment(batches=3, evaluate=None), hl.sinks.MemorySink()
         epoch_loop(experiment, epochs=3, manager=HookManager(hooks=hooks, sinks=[sink]))
         return experiment.model[0].weight.detach(), sink.latest
 
@@ -138,10 +132,7 @@ def test_the_typical_intervention_pattern(restores):
     assert torch.equal(plain, weight)
     assert -1 <= metrics["Typical/cosine"] <= 1
     assert metrics["Typical/norm"] > 0
-    assert (metrics["Typical/device"], metrics["Typical/layers"]) == ("cpu", 3)
-
-
-# -- sinks -----------------------------------------------------------------------------------------------------
+    assert (metrics["Typical/device"], metrics["Typical/layers"]) == ("cpu", 5)
 
 
 def test_a_sink_of_ones_own():
@@ -170,12 +161,11 @@ def test_a_sink_of_ones_own():
     sink = Dashboard()
     manager = HookManager(hooks=[Constant()], sinks=[sink])
     for strategy in ("stride", "random"):
-        epoch_loop(make_experiment(), epochs=1, manager=manager, run_context={"strategy": strategy})
+        epoch_loop(
+            rich_experiment(batches=3, evaluate=None), epochs=1, manager=manager, run_context={"strategy": strategy}
+        )
     emitted = (HookPoint.POST_EPOCH, 0, {"constant/one": 1})
     assert sink.calls == [{"strategy": "stride"}, emitted, "flush", {"strategy": "random"}, emitted, "flush"]
-
-
-# -- names -----------------------------------------------------------------------------------------------------
 
 
 def test_hook_sets_and_keywords(own_registry):
@@ -204,13 +194,10 @@ def test_hook_sets_and_keywords(own_registry):
     assert "some_intervention" not in HookRegistry.resolve("observers")
 
 
-# -- the whole picture -----------------------------------------------------------------------------------------
-
-
 def test_one_snapshot_cycle():
     """Observers, then a save, interventions, restored; random streams back; sinks; then kept for others to read."""
     events: list[str] = []
-    experiment = make_experiment()
+    experiment = rich_experiment(batches=3, evaluate=None)
     streams = {}
 
     class Looks(TrainingHook):

@@ -44,9 +44,6 @@ class Stack(nn.Module):
         return x
 
 
-# -- saved tensors ------------------------------------------------------------------------------------
-
-
 COUNTED = {
     "module": lambda model, hook: hl.attach(model, "blocks.#", lambda m, args, out, *, site: hook(site)),
     "leaf module": lambda model, hook: hl.attach(model, nn.Linear, lambda m, args, out, *, site: hook(site)),

@@ -38,9 +38,6 @@ def test_a_hook_of_torch_has_a_counterpart_with_the_same_effect(row, recwarn):
     assert not recwarn.list
 
 
-# -- what is left to torch ----------------------------------------------------------------------------------
-
-
 def refused_as_legacy(put):
     """The error points to the kind that does what the name promises."""
     for kind in ("register_backward_hook", "backward_hook", "legacy_backward"):

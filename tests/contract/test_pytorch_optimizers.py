@@ -54,9 +54,6 @@ def by_hookline(optimizer, hook, kind):
 BOTH = pytest.mark.parametrize("put", [by_torch, by_hookline], ids=["torch", "hookline"])
 
 
-# -- order, arguments, edits ----------------------------------------------------------------------------------
-
-
 def test_hooks_on_every_optimizer_run_around_its_own_as_torchs_do():
     """Before them ahead of the step, and after them behind it."""
     events = []
@@ -84,9 +81,6 @@ def test_hooks_on_every_optimizer_run_around_its_own_as_torchs_do():
         "own step_post",
         "every step_post",
     ]
-
-
-# -- once per step --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -149,23 +143,3 @@ def test_a_step_that_a_scaler_skips_fires_nothing(put, bad):
                 assert weight_of(optimizer).tolist() == [1.0, 2.0]
     assert sorted(events) == ["everywhere", "step_post", "step_pre"]
     assert weight_of(optimizer).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("request_it", "error"),
-    [
-        (lambda: hl.attach_optimizer(nn.Linear(1, 1), lambda *_: None), hl.errors.UnhookableError),
-        (lambda: hl.attach_optimizer(SGD, lambda *_: None), hl.errors.UnhookableError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="forward"), hl.errors.KindError),
-        (lambda: hl.attach(nn.Linear(1, 1), lambda *_: None, on="step_pre"), hl.errors.KindError),
-    ],
-    ids=["module", "class", "other kind", "wrong verb"],
-)
-def test_a_wrong_request_raises_before_anything_is_attached(request_it, error):
-    """A wrong verb is told the call that takes the kind."""
-    with pytest.raises(error) as caught:
-        request_it()
-    assert isinstance(caught.value, hl.HooklineError)
-    if error is hl.errors.KindError:
-        assert "step_" in str(caught.value) or "attach" in str(caught.value)
-    assert not torch_optimizer._global_optimizer_pre_hooks

@@ -272,9 +272,6 @@ def test_a_backward_that_is_told_its_inputs_fires_the_hooks_of_those_alone(put):
     assert b.grad is None
 
 
-# -- nodes ------------------------------------------------------------------------------------------------
-
-
 def linear_model():
     torch.manual_seed(0)
     return nn.Linear(3, 2)
@@ -290,9 +287,6 @@ SAVING = {
     "in place": lambda x: torch.relu_(x * 2).sum(),
     "cross entropy": lambda x: nn.functional.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
 }
-
-
-# -- saved tensors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", SAVING.values(), ids=SAVING.keys())

@@ -268,7 +268,9 @@ def test_what_the_hook_returns_replaces_the_output():
         assert torch.equal(run(model), plain * 3.0)
 
 
-@pytest.mark.parametrize(("backend", "fullgraph"), [("aot_eager", True), ("eager", False)])
+@pytest.mark.parametrize(
+    ("backend", "fullgraph"), [pytest.param("aot_eager", True, marks=pytest.mark.slow), ("eager", False)]
+)
 def test_attached_after_compiling_by_data_it_fires_on_every_forward(calls, backend, fullgraph):
     """By the settings of a server, on a model whose graph is there; and off it is off."""
     torch._dynamo.reset()
@@ -314,8 +316,6 @@ def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, patt
     assert len(calls) == 1
     handles.remove()
 
-
-# -- settings and flags of a server ----------------------------------------------------------------------------
 
 MINIMAL = """{
   "enable_hooks": true,

@@ -32,7 +32,7 @@ def _llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        num_hidden_layers=12, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=61, max_position_embeddings=64,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
@@ -44,7 +44,7 @@ def gpt2() -> Any:
 
 
 def llama() -> Any:
-    """A Llama of 12 layers with random weights, the same each time."""
+    """A Llama of 4 layers with random weights, the same each time."""
     return copy.deepcopy(_llama())
 
 

@@ -106,3 +106,17 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+
+def stepping(model: nn.Module, of_loss: Callable[[Tensor], Tensor] = lambda loss: loss) -> tuple[Any, Any]:
+    """Return an optimizer, and a step of it with the mean of what the model gives as its loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = of_loss(model(x).mean())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return optimizer, step

@@ -52,10 +52,6 @@ def look(model: nn.Module) -> Any:
     return [each.register_forward_hook(lambda module, args, output: None) for each in model.modules()]
 
 
-def do_nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """A hook that changes nothing."""
-
-
 def at_step(step: int, act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[..., Any]:
     """A function that puts on a hook which acts once, before the forward of a step."""
 

@@ -6,6 +6,7 @@ import copy
 import math
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hookline as hl
+from hookline.cli.main import main
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.measure import tensor_errors
+from hookline.debug.compare.judge import parse_thresholds
+from hookline.debug.compare.key import Fingerprint
+from hookline.debug.compare.measure import sketch_errors, tensor_errors
 from hookline.debug.compare.result import Comparison
 from hookline.debug.compare.trace import trace
+from hookline.errors import OptionError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
@@ -246,3 +252,138 @@ def test_a_module_that_is_given_the_same_has_the_rounding_of_one_operation(tmp_p
         (value,) = [value for value in found.values if value.site == "6" and value.kind == "output"]
         assert (found.ok, found.blame, value.verdict) == (False, None, "unsure")
         assert "it is given the same" in value.doubt
+
+
+class Doubled(nn.Linear):
+    """Computes in another order: the same but for rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x[..., :8], self.weight[:, :8]) + nn.functional.linear(
+            x[..., 8:], self.weight[:, 8:]
+        )
+
+
+def model() -> nn.Sequential:
+    """Six layers, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+
+
+def traced(net: nn.Module, to: Path, *, steps: int = 1, tensors: bool = True, **options: Any) -> Path:
+    """One forward for each step."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with hl.trace(net, to=to, kinds=("input", "output"), tensors=tensors, **options), torch.no_grad():
+        for _ in range(steps):
+            net(x.to(next(net.parameters()).dtype))
+    return to
+
+
+def test_a_run_that_ended_early_is_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever run it is; the exit status is that of runs that differ. For a page that cannot be written it is 2."""
+    a, b = traced(model(), tmp_path / "a", steps=3), traced(model(), tmp_path / "b")
+    for pair in ((a, b), (b, a)):
+        found = hl.compare(*pair)
+        assert (found.ok, found.blamed) == (False, [])
+        assert "The runs differ: Only some steps: [1, 2] are only in" in found.summary
+    assert main(["compare", str(a), str(b)]) == 1
+    capsys.readouterr()
+    same = traced(model(), tmp_path / "c")
+    assert (
+        main(["compare", str(b), str(same), "--html", str(tmp_path / "a" / "rank_0" / "records.jsonl" / "page.html")])
+        == 2
+    )
+    out, err = capsys.readouterr()
+    assert "Nothing differs." in out
+    assert "the page cannot be written" in err
+
+
+def test_a_noise_run_that_is_equal_to_the_bit_measures_nothing(tmp_path: Path) -> None:
+    """A repeated run neither lowers the floor below the modelled one nor below that of a float64 run."""
+    a, again = traced(model(), tmp_path / "a"), traced(model(), tmp_path / "again")
+    exact = traced(model().double(), tmp_path / "exact")
+    other = model()
+    for place in (0, 2, 4):
+        other[place].__class__ = Doubled  # type: ignore[assignment]
+    b = traced(other, tmp_path / "b")
+    assert hl.compare(a, b, noise=again).ok
+    floors = [
+        [value.floor for value in hl.compare(a, b, noise=noise).values] for noise in ([exact], [exact, again], [again])
+    ]
+    assert floors[0] == floors[1] != floors[2]
+
+
+def test_one_module_in_another_dtype_is_no_rounding(tmp_path: Path) -> None:
+    """The runs differ, with its name; a whole run in bfloat16 is the same up to rounding."""
+
+    def wrapped() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(each) for each in model()))
+
+    a = traced(wrapped(), tmp_path / "a")
+    assert hl.compare(a, traced(wrapped().bfloat16(), tmp_path / "half")).ok
+    other: Any = wrapped()
+    inner = other[2][0]
+    inner.bfloat16()
+    inner.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    other[2].register_forward_hook(lambda module, args, output: output.float())
+    found = hl.compare(a, traced(other, tmp_path / "b"))
+    assert (found.ok, found.blamed) == (False, [])
+    assert "only 2.0 is bfloat16 in B where A has float32" in found.summary
+
+
+def _pair(dtype: torch.dtype, count: int = 150_001) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(3)
+    a = torch.randn(count, generator=source, dtype=torch.float64)
+    return a.to(dtype), (a + 1e-2 * torch.randn(count, generator=source, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_measures_are_those_of_float64_over_several_blocks(dtype: torch.dtype) -> None:
+    """Each is computed here by its definition, with the sum of products that the block-wise one avoids."""
+    a, b = _pair(dtype)
+    x, y = a.double(), b.double()
+    found = tensor_errors(a, b)
+    assert found.max_abs == pytest.approx((x - y).abs().max().item(), rel=1e-6)
+    assert found.mean_abs == pytest.approx((x - y).abs().mean().item(), rel=1e-5)
+    assert found.rel_l2 == pytest.approx(((x - y).norm() / x.norm()).item(), rel=1e-5)
+    assert found.rel_diff == pytest.approx((1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item(), rel=1e-4, abs=1e-12)
+    assert found.rms_a == pytest.approx(x.square().mean().sqrt().item(), rel=1e-5)
+    assert not found.is_equal
+    assert tensor_errors(a, a.clone()).is_equal
+
+
+def test_what_is_not_finite_in_one_alone_is_an_error_and_in_both_is_none() -> None:
+    """NaN beside NaN is equal; NaN beside a number, or the other infinity, is not."""
+    nan, inf = math.nan, math.inf
+    both = tensor_errors(torch.tensor([nan, inf, 1.0, 2.0]), torch.tensor([nan, inf, 1.0, 2.5]))
+    assert (both.mismatched, both.bad_a, both.bad_b, both.max_abs) == (0, 2, 2, 0.5)
+    one = tensor_errors(torch.tensor([1.0, inf, 1.0]), torch.tensor([nan, -inf, 1.0]))
+    assert (one.mismatched, one.bad_a, one.bad_b, one.rel_l2) == (2, 1, 2, inf)
+    same = tensor_errors(torch.tensor([nan, 3.0]), torch.tensor([nan, 3.0]))
+    assert same.is_equal
+    assert same.norm_a == 3
+
+
+def test_an_estimate_from_sketches_is_near_the_error_and_says_so() -> None:
+    """Signs in groups, as traces have them; within a factor of 2 for this seed, and no more is promised."""
+    a, b = _pair(torch.float64, 4096)
+    signs = torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+    def of(x: Tensor) -> Fingerprint:
+        sketch = (x * signs).view(-1, 16).sum(0)
+        return Fingerprint(4096, x.mean().item(), x.norm().item(), x.abs().max().item(), 0, 0, hash(x.sum().item()),
+                           tuple(sketch.tolist()))  # fmt: skip
+
+    exact = tensor_errors(a, b)
+    found = sketch_errors(of(a), of(b), same_dtype=True)
+    assert found.is_estimate
+    assert exact.rel_l2 / 2 < found.rel_l2 < 2 * exact.rel_l2
+    assert sketch_errors(of(a), of(a), same_dtype=True).is_equal
+    without = sketch_errors(replace(of(a), sketch=()), replace(of(b), sketch=()), same_dtype=True)
+    assert without.rel_l2 <= exact.rel_l2  # the norms alone: no more than a lower bound
+    assert without.is_blind
+
+
+@pytest.mark.parametrize("text", ["no sign", "=1", "a=", "a=rel:x", "a=rel:1,b"])
+def test_a_threshold_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="--threshold"):
+        parse_thresholds([text])

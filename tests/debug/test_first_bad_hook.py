@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.debug import FirstBadOperation
+from hookline.debug import FirstBadOperation, FlightRecorder
 from hookline.integrations.first_step import FirstStep
 
 
@@ -119,8 +119,9 @@ class Drawing(hl.TrainingHook):
         return None
 
 
-def test_a_run_with_the_hook_is_the_run_without_to_the_last_bit() -> None:
+def test_a_run_with_the_hook_is_the_run_without_to_the_last_bit(tmp_path: Path) -> None:
     """Twenty steps with dropout, BatchNorm and AdamW; negative control: a hook that draws around each step."""
     bare = _train([])
     assert differences(bare, _train([FirstBadOperation(every=3)])) == []
+    assert differences(bare, _train([FlightRecorder(to=tmp_path / "flight.json")])) == []
     assert differences(bare, _train([Drawing()])) != []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_first_bad import Run, bfloat_overflow, half_overflow, log_of_negative, root_of_zero
+from helpers_first_bad import Run, bfloat_overflow, half_overflow, log_of_negative, root_of_zero, stepping
 from helpers_house import House, differences, fingerprint, house_batch
 from torch import Tensor, nn
 
@@ -50,20 +50,6 @@ def test_the_planted_operator_is_named_with_module_batch_and_line(kind: str) -> 
     if where == "backward":
         assert (found.node, found.forward_operator) == ("SqrtBackward0", "aten.sqrt.default")
     hl.assert_no_hooks(run.model)
-
-
-def test_a_loop_that_is_only_followed_has_its_forward_and_backward_run_again() -> None:
-    """Whatever the loss is: the gradients that came back to the model are enough; a note says what was not run."""
-    for planted, operator in ((log_of_negative, "aten.log.default"), (root_of_zero, "aten.div.Tensor")):
-        run = Run(planted)
-        with find_bad_operations(run.model, run.optimizer) as check:
-            for batch in run.data:
-                run.step(batch)
-        (report,) = check.reports
-        assert report.operation is not None
-        assert (report.step, report.operation.operator) == (2, operator)
-        assert report.operation.module == "layers.7.gate"
-        assert "step_fn=" in report.notes[0]
 
 
 def test_a_loss_of_a_followed_loop_that_makes_nan_is_said_to_come_from_outside() -> None:
@@ -111,15 +97,7 @@ def test_autocast_and_compiled_models_are_checked_and_the_second_run_is_eager() 
     torch.compiler.reset()  # the compiler passes over a Sequential of which it once found nothing to compile
     model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1))
     model.compile(backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    optimizer, step = stepping(model)
     with find_bad_operations(model, optimizer, step_fn=step) as check:
         for batch in torch.randn(3, 2, 4):
             check.step(batch)
@@ -154,15 +132,7 @@ def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
 
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    optimizer, step = stepping(model)
     with find_bad_operations(model, optimizer, step_fn=step) as check:
         check.step(torch.tensor([[1.0, float("nan"), 2.0]]))
     assert check.reports[0].verdict == "given"
@@ -180,15 +150,7 @@ class Masked(nn.Module):
 def test_infinities_that_are_meant_are_no_fault_and_hide_none() -> None:
     """A mask in the output of a module is meant, and no report; a softmax over nothing but minus infinity is one."""
     model = nn.Sequential(Masked(), nn.Softmax(dim=-1), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    optimizer, step = stepping(model)
     with find_bad_operations(model, optimizer, step_fn=step) as check:
         for number in (3.0, 2.0, 0.0, 1.0):
             check.step(torch.full((4, 4), number))
@@ -334,7 +296,6 @@ def test_a_scaler_that_skips_a_step_is_not_alarmed_about(scale: float, skipped: 
 
 
 def test_options_that_cannot_work_are_refused() -> None:
-    """With what to do next."""
     model = nn.Linear(2, 2)
     with pytest.raises(hl.errors.OptionError, match="step_fn=, or the optimizer"):
         find_bad_operations(model)

@@ -1,4 +1,4 @@
-"""Several optimizers, and what else a second run cannot put back: nothing is blamed falsely, and the run stays."""
+"""What a second run cannot put back or do: nothing is blamed falsely, the run stays, and one fault has one report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_first_bad import stepping
 from helpers_house import differences, fingerprint
 from torch import Tensor, nn
 
@@ -118,3 +119,130 @@ def test_several_optimizers_end_a_step_that_is_followed_and_can_be_replayed() ->
     for wrong in ([], [None]):
         with pytest.raises(hl.errors.OptionError, match="optimizer="):
             find_bad_operations(run.model, wrong, step_fn=run.step)
+
+
+def test_a_step_with_sparse_gradients_is_run_again() -> None:
+    """What torch cannot do is told in one line, without the list of all its backends."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = stepping(model, lambda loss: (loss * 0 - 1).log())
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.arange(4))
+    (report,) = check.reports
+    assert report.operation is not None
+    assert report.operation.operator == "aten.log.default"
+
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = stepping(model, lambda loss: loss * float("nan"))
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.arange(4))
+    assert [each.verdict for each in check.reports] == ["given"]  # and no blame for the step of the optimizer
+
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = stepping(model, lambda loss: (loss * 0 - 1).log())
+    calls = []
+
+    def failing(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) > 1:
+            torch.as_strided(torch.eye(2).to_sparse(), (1,), (1,))
+        return step(x)
+
+    with find_bad_operations(model, optimizer, step_fn=failing) as check:
+        check.step(torch.arange(4))
+    (report,) = check.reports
+    assert report.verdict == "not run again"
+    (note,) = report.notes
+    assert "NotImplementedError: Could not run 'aten::as_strided'" in note
+    assert "registered" not in note
+    assert len(note) < 300
+
+
+class Logarithm(nn.Module):
+    """Of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"]).mean()
+
+
+@pytest.mark.parametrize("names", ["in the batch", "by note_batch", "none"])
+def test_the_batch_of_the_bad_operator_is_named_of_several_in_a_step(names: str) -> None:
+    """The third of four in step 1, by ids in the batch, ids told, or its shape."""
+    model = nn.Sequential(nn.Linear(3, 3), Logarithm(), nn.Dropout(0.5), nn.Linear(3, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with find_bad_operations(model, optimizer) as check:
+        for step in range(3):
+            for part in range(4):
+                batch: dict[str, Any] = {"x": torch.ones(2 + part, 3) * (-1 if (step, part) == (1, 2) else 1)}
+                ids = [f"{step}-{part}"] if names != "none" else None
+                if names == "in the batch":
+                    batch["ids"] = ids
+                check.note_batch(batch, ids=ids if names == "by note_batch" else None)
+                _loss(model, batch).backward()
+            optimizer.step()
+    (report,) = [each for each in check.reports if each.step == 1]
+    assert report.operation is not None
+    assert (report.operation.operator, report.operation.module) == ("aten.log.default", "1")
+    told = "of {x: float32[4, 3]}" if names == "none" else "ids ['1-2']"
+    assert report.batch == f"{told}, micro-batch 3 of 4"
+
+
+def test_forward_and_backward_are_run_again_in_turns() -> None:
+    """In the order of the loop, so that dropout draws as it did; all ids are told where no operator is found."""
+    order: list[str] = []
+
+    class Told(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            order.append("forward")
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            order.append("backward")
+            return grad * (float("nan") if order.count("backward") == 2 else 1.0)
+
+    class Telling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Told.apply(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), Telling())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with find_bad_operations(model, optimizer) as check:
+        for part in range(3):
+            batch = {"x": torch.ones(2, 3), "ids": part}
+            check.note_batch(batch)
+            _loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert order == ["forward", "backward"] * 6
+    (report,) = check.reports
+    assert report.verdict == "did not repeat"
+    assert report.batch == "ids 0; ids 1; ids 2"
+
+
+def test_a_fault_of_the_step_before_is_reported_with_its_batch() -> None:
+    """A learning rate by which the weights overflow shows in the next forward."""
+    model = nn.Sequential(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: dict[str, Any]) -> Tensor:
+        optimizer.param_groups[0]["lr"] = 1e38 if batch["ids"] == 2 else 0.1
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        for number in range(5):
+            check.step({"x": torch.full((2, 3), 100.0), "ids": number})
+    (report,) = check.reports
+    assert (report.step, report.batch) == (3, "ids 2")
+    assert any("step 2" in note for note in report.notes)

@@ -43,7 +43,6 @@ def test_the_fields_are_those_of_the_source_and_only_the_first_two_are_required(
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_no_field_can_be_set(field):
-    """It is for reading."""
     ctx = RunDataContext(HookPoint.SNAPSHOT, 0, loss=1.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(ctx, field, 2)
@@ -74,7 +73,6 @@ def test_a_figure_is_found_out_when_it_is_read_and_only_once():
 
 
 def test_it_can_be_changed_into_another_and_pickled():
-    """Like any dataclass."""
     ctx = RunDataContext(HookPoint.POST_STEP, 1, loss=torch.tensor(0.25), lr=0.1)
     other = dataclasses.replace(ctx, hook_point=HookPoint.SNAPSHOT)
     assert (other.hook_point, other.epoch, other.loss, other.lr) == (HookPoint.SNAPSHOT, 1, 0.25, 0.1)

@@ -182,9 +182,6 @@ def test_a_dictionary_is_labelled_by_what_its_metric_declares(visit: Visit, tmp_
     }
 
 
-# -- several runs ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of three runs that differ in their learning rate and seed; the second has no accuracy."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import subprocess
 import sys
-import time
 import tomllib
+import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
+from helpers_loops import linear_experiment, noting
 from helpers_sinks import rows
-from helpers_training import differences, train
-from torch.nn.functional import cross_entropy
 
 import hookline as hl
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
@@ -181,26 +180,95 @@ def test_the_sinks_import_neither_torch_nor_what_they_write_for():
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("kind", [cls for cls in RUN_SINKS if cls not in (MLflowSink, WandbSink)])  # seconds each
-def test_writing_changes_nothing_in_training(kind, tmp_path):
-    """The house test: bit for bit; and a sink that draws a random number is found out."""
-    sink = kind()
-    sink.set_run_context(strategy="random", run_dir=tmp_path)
-    losses = []
+def test_records_are_kept_in_order_with_their_moment_and_context():
+    """And without aliasing what was handed in."""
+    sink = hl.sinks.MemorySink()
+    sink.set_run_context(strategy="shuffled")
+    metrics = {"norms/total": 1.0}
+    sink.emit(metrics, 0, "POST_EPOCH")
+    metrics["norms/total"] = 9.0
+    sink.set_run_context(strategy="sorted")
+    sink.emit({"norms/total": 2.0, "loss": 0.5}, 1, "POST_EPOCH")
+    sink.flush()
+    assert sink.series("norms/total") == [(0, 1.0), (1, 2.0)]
+    assert sink.latest == {"norms/total": 2.0, "loss": 0.5}
+    assert [record.context for record in sink.records] == [{"strategy": "shuffled"}, {"strategy": "sorted"}]
+    assert sink.records[1].hook_point == "POST_EPOCH"
 
-    def step(model, x, target, *, draw=False):
-        loss = cross_entropy(model(x), target)
-        loss.backward()
-        sink.emit({"x": loss, f"at {time.monotonic()}": [0.5]}, len(losses), "POST_STEP")
-        losses.append(loss.item())
-        if draw:
-            torch.rand(1)
 
-    plain = train(lambda model, x, target: cross_entropy(model(x), target).backward())
-    assert differences(train(step), plain) == []
-    assert differences(train(lambda *given: step(*given, draw=True)), plain) != []
-    sink.close()
-    if kind is CSVSink:
-        assert files(tmp_path) == {"random": losses}
-    if kind is JSONLSink:
-        assert rows(tmp_path / "random.jsonl") == losses
+def test_a_sink_of_ones_own_needs_emit_alone():
+    """The rest of the protocol does nothing by default."""
+
+    class Printer(hl.MetricSink):
+        def emit(self, metrics, epoch, hook_point):
+            seen.append(metrics)
+
+    seen: list[object] = []
+    sink = Printer()
+    sink.set_run_context(strategy="any")
+    sink.emit({"a": 1}, 0, None)
+    sink.flush()
+    assert seen == [{"a": 1}]
+
+
+def train(*sinks, steps: int = 5, **options) -> None:
+    """Five steps with three batches a pass, a snapshot at 0, 2 and 4, and an evaluation before the first step."""
+    experiment = linear_experiment(3, evaluate=lambda model: {"accuracy": 0.5})
+    manager = hl.HookManager(hooks=[noting("POST_STEP", "SNAPSHOT")], sinks=list(sinks), **options)
+    with manager:
+        hl.step_loop(experiment, steps=steps, manager=manager, snapshot_every=2)
+
+
+@pytest.mark.parametrize("rows", ["record", "step"])
+def test_csv_begins_with_the_step(tmp_path, rows):
+    """The first record tells what is counted."""
+    sink = hl.sinks.CSVSink(tmp_path / "a.csv", rows=rows)
+    train(sink)
+    with (tmp_path / "a.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert list(found[0])[:2] == ["step", "hook_point"]
+    assert "epoch" not in found[0]
+    steps = ["0", "0", "2", "2", "4", "4"] if rows == "record" else ["0", "0", "1", "2", "2", "3", "4", "4"]
+    assert [row["step"] for row in found if row["noting/seen"]] == steps
+
+
+def test_files_have_no_epoch(tmp_path):
+    """JSON lines and the log have null, Parquet an empty cell; the file of step metrics too."""
+    from pyarrow import parquet
+
+    jsonl, table = hl.sinks.JSONLSink(tmp_path / "a.jsonl"), hl.sinks.ParquetSink(tmp_path / "a.parquet")
+    train(jsonl, table, log=tmp_path / "records.jsonl", step_metrics_log=tmp_path / "steps.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert {line["epoch"] for line in lines} == {None}
+    assert lines[-1]["step"] == 4
+    columns = parquet.read_table(tmp_path / "a.parquet").to_pydict()
+    assert set(columns["epoch"]) == {None}
+    assert max(columns["step"]) == 4
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["epoch"]) for line in steps] == [(0, None), (2, None), (4, None)]
+    run = hl.load_run(tmp_path)
+    assert {record.epoch for record in run.records} == {None}
+    assert "epoch" not in run.to_pandas()
+
+
+def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
+    """The steps are the axis; no curve, and no gauge, repeats them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, gauges = hl.sinks.TensorBoardSink(tmp_path / "board"), hl.sinks.PrometheusSink()
+    memory = hl.sinks.MemorySink()
+    train(memory)
+    for one in memory.records:
+        record = hl.records.Record(one.metrics, one.epoch, one.hook_point, one.step)
+        board.write(record)
+        gauges.write(record)
+    board.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{gauges.port}/metrics", timeout=60) as answer:
+        served = answer.read().decode()
+    gauges.close()
+    assert "hookline_step{" in served
+    assert "hookline_epoch" not in served
+    found = EventAccumulator(str(tmp_path / "board" / "run"))
+    found.Reload()
+    assert "epoch" not in found.Tags()["scalars"]
+    assert [event.step for event in found.Scalars("eval/accuracy")] == [0, 2, 4]

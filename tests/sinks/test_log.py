@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers_sinks import record
+from helpers_sinks import Slow, record
 
+import hookline as hl
 from hookline.errors import OptionError
-from hookline.records.log import Context, RecordLog, read_log
+from hookline.records.log import Context, FanOut, RecordLog, read_log
 from hookline.records.sink import Record, StepSeries
+from hookline.sinks.csv_sink import CSVSink
 from hookline.when import HookPoint
 
 
@@ -237,3 +243,126 @@ def test_two_processes_do_not_write_one_log(tmp_path):
     first.kill()
     first.communicate()
     RecordLog(path).append(record(0))
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from hookline.files import take_lock
+print(take_lock(Path(sys.argv[1])) is not None)
+"""
+
+
+def other_process_gets(path) -> bool:
+    """Whether somebody else could have the lock now."""
+    found = subprocess.run([sys.executable, "-c", OTHER, str(path)], capture_output=True, text=True, check=True)
+    return found.stdout.strip() == "True"
+
+
+def test_two_managers_of_one_process_do_not_write_one_log(tmp_path):
+    """The second is refused, and the first keeps its lock; closed, the log is free, and its numbers go on."""
+    path = tmp_path / "records.jsonl"
+    first = hl.HookManager(log=path)
+    with pytest.raises(OptionError, match=r"is being written already, here or.*Close the manager that writes it"):
+        hl.HookManager(log=path)
+    assert not other_process_gets(tmp_path / ".records.jsonl.lock")
+    first.fan_out.write(record(0))
+    first.close()
+    with FanOut(log=path) as second:
+        second.write(record(1))
+    assert [found.number for found in read_log(path)] == [0, 1]
+
+
+def test_a_manager_that_nobody_has_any_more_holds_nothing(tmp_path):
+    """Not closed, and in a circle of references, as managers and their hooks are."""
+    manager = hl.HookManager(log=tmp_path / "records.jsonl")
+    manager.itself = manager
+    del manager
+    hl.HookManager(log=tmp_path / "records.jsonl").close()
+
+
+def test_no_lock_is_left(tmp_path):
+    """Neither of the log nor of the helper process; a record that comes later takes it again."""
+    fan_out = FanOut([Slow(str(tmp_path / "slow.txt"))], log=tmp_path / "records.jsonl")
+    fan_out.write(record(0))
+    assert (tmp_path / ".records.jsonl.lock").exists()
+    fan_out.close()
+    assert [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
+    fan_out.write(record(1))
+    assert not other_process_gets(tmp_path / ".records.jsonl.lock")
+    fan_out.close()
+    assert [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_gives_nothing_up(tmp_path):
+    """It has a copy of everything, closes it, and the lock is still its parent's."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    child = os.fork()
+    if child == 0:
+        log.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not other_process_gets(tmp_path / ".records.jsonl.lock")
+    log.append(record(0))
+    log.close()
+    assert other_process_gets(tmp_path / ".records.jsonl.lock")
+
+
+@contextmanager
+def interrupted_after(name: str, where: Any = os):
+    """The system has done it, and then Ctrl-C is seen."""
+    real = getattr(where, name)
+
+    def then_interrupted(*arguments):
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, then_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_no_number_of_the_log_is_given_twice_and_its_length_is_known(tmp_path):
+    """What was written counts; a resumed run is cut back to whole lines."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(record(0))
+    with interrupted_after("write"):
+        log.append(record(1))
+    log.append(record(2))
+    assert [(found.number, found.epoch) for found in read_log(tmp_path)] == [(0, 0), (1, 1), (2, 2)]
+    log.truncate(2)
+    assert [found.number for found in read_log(tmp_path)] == [0, 1]
+    log.close()
+
+
+def test_a_row_that_was_written_is_not_written_over(tmp_path):
+    """Shorter rows would leave the rest of longer ones behind."""
+    sink = CSVSink(tmp_path / "a.csv")
+    sink.emit({"x": 1.0}, 0, "P")
+    with interrupted_after("write"):
+        sink.emit({"x": 0.123456789}, 1, "P")
+    sink.emit({"x": 3.0}, 2, "P")
+    sink.close()
+    assert [row["x"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == [
+        "1.0", "0.123456789", "3.0",
+    ]  # fmt: skip
+
+
+def test_a_record_that_a_sink_has_taken_does_not_come_again(tmp_path):
+    """Ctrl-C is seen when the sink has it; the next record follows."""
+    with FanOut([CSVSink(tmp_path / "a.csv")], log=tmp_path / "records.jsonl") as fan_out:
+        fan_out.write(record(0))
+        with pytest.MonkeyPatch.context() as patch:
+            real = CSVSink.write
+
+            def then_interrupted(self, one):
+                real(self, one)
+                raise KeyboardInterrupt
+
+            patch.setattr(CSVSink, "write", then_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fan_out.write(record(1))
+        fan_out.write(record(2))
+    assert [row["x"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == ["0", "1", "2"]

@@ -85,7 +85,7 @@ def killed_and_resumed(folder: Path, kills: int, seed: int, end: int = 300) -> N
     assert run.returncode == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_at_any_moment_and_resumed_holds_every_step_once(tmp_path, seed):
     """In the log and in every file, in order."""
     folder = tmp_path / "run"

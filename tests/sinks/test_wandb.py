@@ -183,6 +183,5 @@ def test_without_a_key_the_run_is_offline_and_nobody_is_asked(monkeypatch):
 
 @pytest.mark.parametrize("project", ["", "a/b", "x" * 129])
 def test_a_project_that_wandb_refuses_is_refused_before_training(project):
-    """With what it takes."""
     with pytest.raises(OptionError, match=r"W&B takes project names of 1 to 128 signs without any of"):
         WandbSink(project)

@@ -85,22 +85,18 @@ def test_an_attribute_of_an_attribute_is_no_way_around(project):
             resolve_callable(path, ["my_project"])
 
 
-@pytest.mark.parametrize("allow", [["*"], [""], [3], ["."]])
-def test_an_allow_list_of_nonsense_is_an_error(project, allow):
-    with pytest.raises(hl.errors.OptionError, match="allow="):
-        resolve_callable("my_project.hooks:factory", allow)
-
-
-@pytest.mark.parametrize("path", [3, ["os"], b"os:path"])
-def test_a_path_is_a_string(path):
-    with pytest.raises(hl.errors.OptionError, match="is a string"):
-        resolve_callable(path)
-
-
-@pytest.mark.parametrize("path", [".hooks:f", "..hooks.f"])
-def test_a_relative_path_is_malformed(path):
-    with pytest.raises(ValueError, match="Invalid hook callable path"):
-        resolve_callable(path)
+@pytest.mark.parametrize(
+    ("path", "allow", "words"),
+    [
+        *(("my_project.hooks:factory", allow, "allow=") for allow in (["*"], [""], [3], ["."])),
+        *((path, None, "is a string") for path in (3, ["os"], b"os:path")),
+        *((path, None, "Invalid hook callable path") for path in (".hooks:f", "..hooks.f")),
+    ],
+)
+def test_what_is_no_path_or_no_list_of_allowed_ones_is_refused(project, path, allow, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        resolve_callable(path, allow)
+    assert isinstance(caught.value, hl.HooklineError)
 
 
 def test_a_module_that_fails_to_import_says_why(monkeypatch, tmp_path):

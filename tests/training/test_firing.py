@@ -1,4 +1,4 @@
-"""Firing: which hook is called when, in which order and with what."""
+"""Firing: which hook is called when, in which order and with what; and the plan that says so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from helpers_hooks import context, fire, intervention, observer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.errors import HooklineWarning, HookSignatureError, LifecycleError, OptionError
-from hookline.lifecycle.hook import TrainingHook
+from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
 from hookline.when import HookPoint, StepSchedule
 
@@ -22,7 +22,6 @@ def never():
 
 @pytest.mark.parametrize("hooks", [[], ["elsewhere"], ["scheduled"], ["outside its window"]])
 def test_the_context_is_made_only_if_a_hook_is_due(hooks):
-    """Whatever the reason that none is."""
     made = {
         "elsewhere": observer("elsewhere", SNAPSHOT),
         "scheduled": observer("scheduled", POST_STEP, step_schedule=StepSchedule("stride", stride=5, warmup=5)),
@@ -169,6 +168,7 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
         (lambda m: m.fire(POST_STEP, model=None), "the epoch at least"),
         (lambda m: m.fire(POST_STEP, context(POST_STEP), model=1), r"a context.* model"),
         (lambda m: m.fire(context(POST_STEP)), "Unknown hook point"),
+        (lambda m: m.fire(POST_STEP, epoch=0, modle=None), "Did you mean 'model'"),
     ],
 )
 def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
@@ -180,44 +180,81 @@ def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
     assert hook.seen == []
 
 
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
-        ({"epoch": {POST_EPOCH: (5, 2)}}, "'a' at POST_EPOCH.*window"),
-        ({"epoch": {POST_EPOCH: 5}}, "'a' at POST_EPOCH.*window"),
-        ({POST_EPOCH}, "loop_points of hook 'a'"),
-        ({"epochs": {POST_EPOCH}}, "loop_points of hook 'a'"),
-    ],
-)
-def test_a_hook_that_could_never_fire_as_declared_is_refused(declared, message):
-    """When the manager is made: silence would look like a hook with nothing to say."""
-    with pytest.raises(OptionError, match=message):
-        HookManager(hooks=[observer("a", loop_points=declared)], loop_type="epoch")
+def order(*hooks, point=POST_EPOCH):
+    return [row.hook for row in HookManager(hooks=hooks).plan.rows if row.point == point.name]
 
 
-def test_a_hook_whose_compute_cannot_be_called_is_refused_before_the_run():
-    """Not at the end of the first epoch."""
-
-    class TakesNothing(TrainingHook):
-        name = "nothing"
-        hook_points = (POST_EPOCH,)
-
-        def compute(self):
-            return {}
-
-    with pytest.raises(HookSignatureError, match=r"TakesNothing\.compute.*compute\(self, ctx\)"):
-        HookManager(hooks=[TakesNothing()])
+def test_without_wishes_hooks_run_as_given_observers_first():
+    """Interventions after all observers, whatever was given first."""
+    assert order(intervention("i"), observer("b"), intervention("h"), observer("a")) == ["b", "a", "i", "h"]
 
 
-@pytest.mark.parametrize("config", [["epsilon"], {"epsilon": 1e-3}])
-def test_a_flat_hook_config_is_refused(config):
-    """It has a dictionary for each hook."""
-    with pytest.raises(OptionError, match="a dictionary of arguments for each hook"):
-        HookManager(hook_names=["norms"], hook_config=config)
+def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
+    """As a table, in the order of the loop."""
+    hooks = [
+        intervention("hessian", SNAPSHOT, needs_pre_epoch_state=True, scope="grads"),
+        observer("norms", needs_grads=True, loop_points={"epoch": {POST_EPOCH: (None, 49), SNAPSHOT: (50, None)}}),
+        observer("bursts", POST_STEP, step_schedule=StepSchedule("burst", stride=100, burst_length=3, warmup=200)),
+        observer("steps", loop_points={"step": {POST_STEP}}),
+    ]
+    assert str(HookManager(hooks=hooks, loop_type="epoch").plan).splitlines() == [
+        "point          hook     does                when                           needs",
+        "POST_STEP   1  bursts   observes            3 of every 100 steps from 200  –",
+        "POST_EPOCH  1  norms    observes            up to epoch 49                 grads",
+        "SNAPSHOT    1  norms    observes            from epoch 50                  grads",
+        "SNAPSHOT    2  hessian  intervenes (grads)  always                         pre epoch state",
+        "left out: steps (its loop_points have nothing for the epoch loop)",
+    ]
 
 
-def test_an_unknown_field_of_a_firing_is_refused_with_the_nearest():
-    """By whoever fires by hand."""
-    manager = HookManager(hooks=[observer("a", returns={"x": 1}, hook_points=(POST_EPOCH,))])
-    with pytest.raises(OptionError, match="Did you mean 'model'"):
-        manager.fire(POST_EPOCH, epoch=0, modle=None)
+def test_hooks_that_the_run_never_fires_are_named():
+    """Those that have some of their points are not."""
+    hooks = [observer("ends", POST_EPOCH), observer("both", POST_EPOCH, POST_STEP), observer("shots", SNAPSHOT)]
+    manager = HookManager(hooks=hooks)
+    assert manager.plan.will_not_fire([POST_STEP, SNAPSHOT]) == (
+        "Hook 'ends' will not fire: it waits for POST_EPOCH, and the run fires POST_STEP, SNAPSHOT.",
+    )
+    assert manager.plan.will_not_fire(HookPoint) == ()
+
+
+def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
+    """A loop says it; whoever fires by hand without saying it is told, instead of nothing happening."""
+    hook = observer("a", returns={"x": 1}, loop_points={"epoch": {POST_EPOCH}}, hook_points=())
+    manager = HookManager(hooks=[hook])
+    assert "left out: a (its loop_points depend on the loop" in str(manager.plan)
+    for point in (POST_EPOCH, "POST_STEP"):
+        with pytest.raises(LifecycleError, match=r"'a' has .*loop_points.*loop_type"):
+            manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
+    manager.plan.use_loop("epoch")
+    assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
+
+
+def test_needs_are_those_of_the_hooks_at_the_points_in_question():
+    """Nothing is computed that no due hook asked for; not knowing the epoch, it may be due."""
+    hooks = [
+        observer("g", needs_grads=True, loop_points={"epoch": {POST_EPOCH: (10, None)}}),
+        intervention("p", SNAPSHOT, needs_pre_epoch_state=True),
+        observer("s", POST_STEP, needs_prev_step_grads=True, step_schedule=StepSchedule("stride", stride=3, warmup=3)),
+    ]
+    manager = HookManager(hooks=hooks, loop_type="epoch")
+    assert manager.needs_grad_accumulation()
+    assert [manager.needs_grad_accumulation_at(POST_EPOCH, epoch=e) for e in (None, 9, 10)] == [True, False, True]
+    assert not manager.needs_grad_accumulation_at(SNAPSHOT, POST_STEP)
+    assert manager.needs_pre_epoch_state()
+    assert manager.needs_pre_epoch_state_at(POST_EPOCH, SNAPSHOT)
+    assert not manager.needs_pre_epoch_state_at(POST_EPOCH)
+    assert manager.needs_prev_step_grads()
+    assert manager.needs_prev_step_grads_at(POST_STEP)
+    assert not manager.needs_prev_step_grads_at(POST_EPOCH)
+    asked = []
+    for _ in range(8):
+        manager.advance_step()
+        asked.append((manager.needs_prev_step_grads_this_step(), manager.has_active_step_hooks()))
+    assert asked == [(step in (3, 6),) * 2 for step in range(8)]
+    assert not manager.has_active_step_interventions()
+    assert [manager.has_hooks_at(POST_EPOCH, epoch=e) for e in (None, 9, 10)] == [True, False, True]
+    assert manager.has_hooks_at(POST_EPOCH, SNAPSHOT, epoch=9)
+    assert not manager.has_hooks_at(HookPoint.PRE_STEP)
+    assert manager.has_interventions()
+    assert manager.has_interventions_at(SNAPSHOT)
+    assert not manager.has_interventions_at(POST_EPOCH)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers_hooks import context, fire, intervention, observer
-from torch import nn
+from helpers_loops import left_by, rich_experiment
+from helpers_training import differences
 
+import hookline as hl
 from hookline.errors import GuardError, HooklineWarning, LifecycleError
 from hookline.guard.guard import Guard
 from hookline.lifecycle.manager import HookManager
@@ -22,40 +23,26 @@ POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, Hoo
 
 
 class Training:
-    """A model that has made a step, with its guard."""
+    """A run that has trained an epoch, with its guard."""
 
     def __init__(self):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-        self.step()
-        self.guard = Guard(self.model, self.optimizer, self.scheduler)
+        self.experiment = rich_experiment(evaluate=None)
+        self.model, self.optimizer = self.experiment.model, self.experiment.optimizer
+        hl.epoch_loop(self.experiment, epochs=1)
+        self.guard = Guard(self.model, self.optimizer, self.experiment.scheduler)
         self.model_ctx = SimpleNamespace(guard=self.guard, model=self.model)
 
-    def step(self):
-        self.optimizer.zero_grad()
-        self.model(torch.randn(8, 3)).sum().backward()
-        self.optimizer.step()
-
     def state(self):
-        parts = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "grads": [parameter.grad for parameter in self.model.parameters()],
-            "random": torch.get_rng_state(),
-            "training": [module.training for module in self.model.modules()],
-        }
-        return copy.deepcopy(parts)
+        return left_by(self.experiment)
 
     def wreck(self, *_):
         """Everything that an intervention may do and must not leave behind."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(999.0)
-        self.step()
-        self.scheduler.step()
+        self.model(torch.randn(8, 6)).sum().backward()
+        self.optimizer.step()
+        self.experiment.scheduler.step()
         self.model.eval()
         return {"weight": self.model[0].weight[0, 0], "lr": self.optimizer.param_groups[0]["lr"]}
 
@@ -63,17 +50,6 @@ class Training:
 @pytest.fixture
 def training():
     return Training()
-
-
-def same(one, other):
-    """To the last bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def test_receipts_say_what_was_touched_and_put_back(training):
@@ -119,7 +95,7 @@ def test_an_intervention_that_raises_leaves_nothing_behind_and_metrics_go_out(tr
     with pytest.raises(type(error)) as caught:
         fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
     assert caught.value is error
-    assert same(training.state(), before)
+    assert differences(before, training.state()) == []
     assert sink.latest == {"a/x": 1, "b/y": 2}
     assert not done
     assert phase() == "train"
@@ -172,7 +148,7 @@ def test_an_intervention_under_warn_is_undone_and_the_next_one_runs(training):
     with pytest.warns(HooklineWarning, match="'fails' raised"):
         metrics = fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
     assert metrics == {"b/y": training.model[0].weight[0, 0].item()}
-    assert same(training.state(), before)
+    assert differences(before, training.state()) == []
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "disable"])
@@ -193,7 +169,6 @@ def test_a_broken_declaration_always_stops_the_run(training, policy):
 
 @pytest.mark.parametrize("policy", ["warn", "disable"])
 def test_an_interrupt_is_never_passed_over(policy):
-    """Whatever the policy."""
     manager = HookManager(hooks=[failing(error=KeyboardInterrupt())], on_error=policy)
     with pytest.raises(KeyboardInterrupt):
         fire(manager, POST_EPOCH)
@@ -227,7 +202,7 @@ def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_o
     before = training.state()
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
-    assert same(training.state(), before)
+    assert differences(before, training.state()) == []
     assert sink.latest == {"a/x": 1}
     assert not done
     assert manager.hooks.errors == {}
@@ -246,6 +221,6 @@ def test_an_intervention_inside_of_another_is_refused_and_both_are_undone(traini
     before = training.state()
     with pytest.raises(LifecycleError, match=r"'outer' fires SNAPSHOT, at which 'inner' intervenes"):
         fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
-    assert same(training.state(), before)
+    assert differences(before, training.state()) == []
     assert len(looks.seen) == 1
     fire(manager, SNAPSHOT, model_ctx=training.model_ctx)

@@ -1,22 +1,27 @@
-"""The manager: choosing hooks, trackers as hooks, and metrics by ``record``."""
+"""The manager: choosing hooks, trackers as hooks, metrics by record, its state, reference weights."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from helpers_hooks import PathLength, fire, observer
+from safetensors.torch import save_file
 from torch import nn
 
 from hookline.errors import (
     HooklineWarning,
     HookNameError,
+    HookSignatureError,
     LifecycleError,
     MetricError,
     OptionError,
 )
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.manager import HookManager, record
 from hookline.sinks.memory_sink import MemorySink
-from hookline.when import HookPoint
+from hookline.when import HookPoint, StepSchedule
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
 
@@ -43,24 +48,73 @@ def test_hooks_come_by_name_as_objects_and_as_classes():
         manager.get_hook("b")
 
 
-def test_two_hooks_with_one_name_are_an_error():
-    """Their metrics could not be told apart."""
-    with pytest.raises(HookNameError, match=r"Two hooks are called 'a' \(Observer and Observer\)"):
-        HookManager(hooks=[observer("a"), observer("a")])
-    with pytest.raises(HookNameError, match=r"Two hooks are called 'path'"):
-        HookManager(["path", "path"], hooks=[PathLength])
+class TakesNothing(TrainingHook):
+    hook_points = {POST_EPOCH}
+
+    def compute(self):
+        return {}
 
 
-def test_configuration_that_has_no_effect_is_not_passed_over():
-    """An unknown hook is an error, one that is not selected a warning, one that is an object an error."""
-    with pytest.raises(HookNameError, match=r"Unknown hook: 'paht'.*'path'"):
-        HookManager(hooks=[observer("a")], hook_config={"paht": {"scale": 1}})
+class Writes(InterventionHook):
+    hook_points = {POST_EPOCH}
+    scope = "writes"
+
+    def intervene(self, run_ctx, model_ctx):
+        return {}
+
+
+class Gives(PathLength):
+    """Hands out a state that it cannot take back: a resumed run would go on without, and nobody would know."""
+
+    set_state_tensors = TrainingHook.set_state_tensors
+
+
+def declared(loop_points):
+    return {"hooks": [observer("a", loop_points=loop_points)]}
+
+
+REFUSED = [
+    (declared({"epoch": {POST_EPOCH: (5, 2)}}), OptionError, "'a' at POST_EPOCH.*window"),
+    (declared({"epoch": {POST_EPOCH: 5}}), OptionError, "'a' at POST_EPOCH.*window"),
+    (declared({POST_EPOCH}), OptionError, "loop_points of hook 'a'"),
+    (declared({"epochs": {POST_EPOCH}}), OptionError, "loop_points of hook 'a'"),
+    ({"hooks": [observer("a", hook_points=None)]}, OptionError, "Hook 'a' never fires: give it hook_points"),
+    ({"hooks": [TakesNothing()]}, HookSignatureError, r"TakesNothing\.compute.*compute\(self, ctx\)"),
+    ({"hooks": [Writes()]}, OptionError, "'Writes'.*reads, grads, trains.*'writes'"),
+    ({"hooks": [Gives()]}, HookSignatureError, r"Gives hands out get_state_tensors\(\) and cannot take them back"),
+    ({"hooks": [observer("a")] * 2}, HookNameError, r"Two hooks are called 'a' \(Observer and Observer\)"),
+    ({"hook_names": ["path"] * 2, "hooks": [PathLength]}, HookNameError, "Two hooks are called 'path'"),
+    ({"hooks": type(observer("a"))}, OptionError, "a list.* the class Observer"),
+    ({"hooks": MemorySink}, OptionError, "a list.* the class MemorySink"),
+    ({"hooks": observer("a")}, OptionError, "takes a list; got an Observer"),
+    ({"hooks": [nn.Linear(1, 1)]}, OptionError, "got a Linear"),
+    ({"hooks": ["norms"]}, OptionError, "got a str.*hook_names="),
+    ({"hook_config": {"paht": {"scale": 1}}}, HookNameError, "Unknown hook: 'paht'.*'path'"),
+    ({"hooks": [observer("a")], "hook_config": {"a": {"scale": 1}}}, OptionError, "'a': it was given as an object"),
+    ({"hook_names": ["path"], "hook_config": {"path": {"sclae": 1}}}, OptionError, "takes no 'sclae'; it takes scale"),
+    ({"hook_names": ["path"], "hook_config": ["epsilon"]}, OptionError, "a dictionary of arguments for each hook"),
+    ({"hook_names": ["path"], "hook_config": {"scale": 1}}, OptionError, "a dictionary of arguments for each hook"),
+    ({"sinks": MemorySink()}, OptionError, "sinks= takes a list .* a MemorySink"),
+    ({"sinks": MemorySink}, OptionError, "sinks= takes a list .* call it"),
+    ({"loop_type": "epochs"}, OptionError, "loop_type= is 'epoch', 'step' or None"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), REFUSED)
+def test_what_no_manager_can_be_made_of_is_refused_by_its_name(options, error, words):
+    """When it is made, with what to write instead: silence would look like a hook with nothing to say."""
+    with pytest.raises(error, match=words):
+        HookManager(**{"loop_type": "epoch"} | options)
+
+
+def test_a_state_may_be_loaded_by_a_method_of_ones_own():
+    """Then the hook need not take its tensors back."""
+    HookManager(hooks=[type("Loads", (Gives,), {"load_state_dict": lambda self, state: None})()])
+
+
+def test_arguments_of_a_hook_that_is_not_selected_are_warned_of():
     with pytest.warns(HooklineWarning, match="hook_config for 'path' has no effect: that hook is not selected"):
         HookManager(hooks=[observer("a")], hook_config={"path": {"scale": 1}})
-    with pytest.raises(OptionError, match="'a': it was given as an object"):
-        HookManager(hooks=[observer("a")], hook_config={"a": {"scale": 1}})
-    with pytest.raises(OptionError, match="'path' takes no 'sclae'; it takes scale"):
-        HookManager(["path"], hook_config={"path": {"sclae": 1}})
 
 
 def test_hooks_that_require_what_the_run_cannot_do_are_left_out_with_a_warning():
@@ -71,29 +125,6 @@ def test_hooks_that_require_what_the_run_cannot_do_are_left_out_with_a_warning()
     assert fire(manager, POST_EPOCH) == {}
     manager.set_capabilities({"gradients", "embedding"})
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
-
-
-class NoHook:
-    """A class that is none of ours."""
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (type(observer("a")), "a list.* the class Observer"),
-        (NoHook, "a list.* the class NoHook"),
-        (observer("a"), "takes a list; got an Observer"),
-        ([nn.Linear(1, 1)], "got a Linear"),
-        (["norms"], "got a str.*hook_names="),
-    ],
-)
-def test_what_is_no_list_of_hooks_is_named(given, message):
-    """A class by its name, with what to write."""
-    with pytest.raises(OptionError, match=message):
-        HookManager(hooks=given)
-
-
-# -- trackers ------------------------------------------------------------------------------------------------
 
 
 class Count:
@@ -127,8 +158,6 @@ def test_a_tracker_reports_at_the_end_of_an_epoch_and_starts_anew():
 
 
 def test_record_adds_to_the_metrics_of_the_hook_that_runs():
-    """Beside what it returns."""
-
     def compute(ctx):
         record("extra", torch.tensor(2.0))
         return {"x": 1}
@@ -152,7 +181,6 @@ def test_record_outside_of_a_firing_joins_the_step():
 
 
 def test_what_is_recorded_or_emitted_is_checked_like_what_hooks_return():
-    """The message names the function."""
     manager = HookManager()
     manager.advance_step()
     with pytest.raises(MetricError, match=r"record\(\) was given a set as 'x', which no sink can write"):
@@ -169,3 +197,154 @@ def test_record_without_a_manager_is_an_error():
     del manager
     with pytest.raises(LifecycleError, match=r"record\('x', ...\) has no record to join"):
         record("x", 1)
+
+
+# -- state ---------------------------------------------------------------------------------------------------
+
+
+def run(manager, steps):
+    for _ in range(steps):
+        manager.advance_step()
+        fire(manager, POST_STEP, step=manager.global_step)
+
+
+def made(sink=None):
+    late = observer("late", POST_STEP, do=lambda ctx: {"at": ctx.step}, step_schedule=StepSchedule("stride", stride=4))
+    return HookManager(["path"], hooks=[late], sinks=[] if sink is None else [sink])
+
+
+def test_loading_earlier_steps_wakes_scheduled_hooks_again():
+    """What was worked out from a later step does not hold."""
+    manager = made()
+    state = manager.state_dict()
+    run(manager, 6)
+    fired = manager.hooks.fired["late"]
+    manager.load_state_dict(state)
+    run(manager, 6)
+    assert manager.hooks.fired["late"] == 2 * fired == 4
+
+
+def test_the_state_of_a_hook_that_is_not_there_is_told_of():
+    """Those that are there go on."""
+    state = made().state_dict()
+    with pytest.warns(HooklineWarning, match="passed over: 'late'"):
+        HookManager(["path"]).load_state_dict(state)
+
+
+def test_a_hook_that_was_switched_off_stays_off():
+    """A resumed run does not try it again."""
+
+    def fail(ctx):
+        raise ValueError("no")
+
+    first = HookManager(hooks=[observer("a", do=fail)], on_error="disable")
+    fire(first, POST_EPOCH)
+    second = HookManager(hooks=[observer("a", do=fail)], on_error="raise")
+    second.load_state_dict(first.state_dict())
+    assert fire(second, POST_EPOCH) == {}
+
+
+def test_reset_all_begins_another_run():
+    """Steps from 0, nothing buffered, nothing remembered, every hook reset."""
+    sink = MemorySink()
+    manager = made(sink)
+    run(manager, 6)
+    manager.reset_all()
+    assert manager.global_step == -1
+    assert manager.get_last_metrics() == {}
+    assert manager.hooks.receipts == ()
+    run(manager, 2)
+    manager.flush_step_metrics(0)
+    assert sink.latest["path/length"] == [1.0, 2.0]
+    assert sink.latest["late/at"] == [0]
+
+
+# -- reference weights ---------------------------------------------------------------------------------------
+
+
+def test_reference_weights_are_looked_for_when_a_hook_needs_them(tmp_path):
+    """From a mapping, a function, or a file whose name depends on the run; once per run."""
+    weights = {"_orig_mod.weight": torch.ones(2)}
+    torch.save({"model": weights}, tmp_path / "stride_final.pt")
+    save_file(weights, tmp_path / "stride_final.safetensors")
+    asked = []
+
+    def find():
+        asked.append(1)
+        return weights
+
+    paths = [str(tmp_path / f"{{strategy}}_final.{ending}") for ending in ("pt", "safetensors")]
+    for source in (weights, find, *paths):
+        hook, other = observer("a", needs_reference_weights=True), observer("b", SNAPSHOT)
+        manager = HookManager(hooks=[hook, other], reference_weights=source)
+        manager.set_run_context(strategy="stride")
+        fire(manager, SNAPSHOT)
+        assert not hasattr(hook, "reference_weights")
+        for _ in range(2):
+            fire(manager, POST_EPOCH)
+        assert torch.equal(hook.reference_weights["weight"], torch.ones(2))
+    assert asked == [1]
+
+
+def test_reference_weights_that_cannot_be_had_are_warned_of_once(tmp_path):
+    """The run goes on without; in another run they are looked for again."""
+    hook = observer("a", returns={"x": 1}, needs_reference_weights=True)
+    path = tmp_path / "none.pt"
+    manager = HookManager(hooks=[hook], hook_config={"reference_weights": {"path": str(path)}})
+    with pytest.warns(HooklineWarning, match=r"reference weights.*none.pt"):
+        assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    torch.save({"w": torch.ones(1)}, path)
+    assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    assert not hasattr(hook, "reference_weights")
+    manager.reset_all()
+    fire(manager, POST_EPOCH)
+    assert list(hook.reference_weights) == ["w"]
+
+
+@pytest.mark.parametrize("policy", ["raise", "disable"])
+def test_a_hook_that_cannot_take_its_reference_weights_has_raised(policy, caplog):
+    """Under the same policy as in compute; the others run."""
+
+    class Picky(TrainingHook):
+        hook_points = frozenset({POST_EPOCH})
+        needs_reference_weights = True
+
+        def set_reference_weights(self, reference):
+            raise ValueError("another shape")
+
+        def compute(self, ctx):
+            raise AssertionError("called without its weights")
+
+    hooks = [Picky(), observer("b", returns={"y": 1})]
+    manager = HookManager(hooks=hooks, reference_weights={"w": torch.ones(1)}, on_error=policy)
+    if policy == "raise":
+        with pytest.raises(ValueError, match="another shape"):
+            fire(manager, POST_EPOCH)
+        return
+    assert fire(manager, POST_EPOCH) == {"b/y": 1}
+    assert manager.hooks.errors == {"Picky": 1}
+    assert "Picky" in manager.plan.left_out
+    assert "another shape" in caplog.text
+
+
+# -- offloading, profiling, the log of steps -----------------------------------------------------------------
+
+
+def test_what_is_no_state_of_a_manager_is_refused():
+    with pytest.raises(OptionError, match="no hooks, step_metrics"):
+        HookManager().load_state_dict({"global_step": 3})
+
+
+def test_step_metrics_are_written_as_lines_of_json(tmp_path):
+    """With their steps; NaN and infinity as words, so that any parser reads them."""
+    values = iter([1.0, float("nan"), float("inf")])
+    path = tmp_path / "raw" / "steps.jsonl"
+    hooks = [observer("a", POST_STEP, do=lambda ctx: {"x": next(values)}), observer("b", returns={"y": 1})]
+    manager = HookManager(hooks=hooks, step_metrics_log=path)
+    for epoch in range(3):
+        run(manager, 1)
+        manager.flush_step_metrics(epoch)
+        fire(manager, POST_EPOCH)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["a/x"] for line in lines] == [[1.0], ["NaN"], ["Infinity"]]
+    assert (lines[2]["epoch"], lines[2]["hook_point"], lines[2]["steps"]) == (2, "POST_STEP", {"a/x": [2]})

@@ -1,4 +1,4 @@
-"""Hooks by name: making them known, listing, selecting, making them."""
+"""Hooks by name: making them known, listing, selecting, making them; and what a hook is before anybody fires it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
@@ -116,7 +117,6 @@ def test_a_hook_that_cannot_be_called_is_refused_when_registered(registry):
 
 
 def test_an_argument_that_a_hook_does_not_take_is_named(three):
-    """With those it takes."""
     with pytest.raises(OptionError, match=r"'norms' takes no 'oder'; it takes order, scale"):
         three.create("norms", {"norms": {"oder": 1}})
     with pytest.raises(OptionError, match=r"'hessian' takes no 'x'; it takes no arguments"):
@@ -126,7 +126,6 @@ def test_an_argument_that_a_hook_does_not_take_is_named(three):
 
 
 def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
-    """Naming a built-in hook costs nothing."""
     registry.register_path("elsewhere", "made_up_module_of_hooks:Norms")
     assert registry.known() == ["elsewhere"]
     module = types.ModuleType("made_up_module_of_hooks")
@@ -174,3 +173,43 @@ def test_hooks_of_other_packages_are_found_by_their_entry_points(registry, monke
         registry.get("broken")
     with pytest.warns(HooklineWarning, match="'broken' cannot be loaded .*no such thing"):
         assert registry.list_all() == ["theirs"]
+
+
+class Plain(TrainingHook):
+    hook_points = {HookPoint.POST_EPOCH}
+
+    def compute(self, ctx):
+        return {}
+
+
+def test_a_hook_is_named_after_its_class_unless_it_says_otherwise():
+    """One derived from a named hook is another hook, with another name."""
+
+    class Named(Plain):
+        name = "named"
+
+    class Derived(Named):
+        pass
+
+    assert (Plain.name, Named.name, Derived.name) == ("Plain", "named", "Derived")
+    assert repr(Named()) == "<Named 'named'>"
+
+
+def test_state_tensors_are_what_is_saved_and_loaded():
+    """Unless a hook says otherwise; one without any is not bothered."""
+
+    class Keeps(Plain):
+        total = torch.zeros(())
+
+        def get_state_tensors(self):
+            return {"total": self.total}
+
+        def set_state_tensors(self, tensors):
+            self.total = tensors["total"]
+
+    one, other = Keeps(), Keeps()
+    one.total = torch.ones(())
+    other.load_state_dict(one.state_dict())
+    assert other.total == 1
+    assert Plain().state_dict() == {}
+    Plain().load_state_dict({})

@@ -101,11 +101,6 @@ class HookRegistry:
             cls._hooks[name] = path
 
     @classmethod
-    def unregister(cls, name: str) -> None:
-        """Forget a hook; an unknown name does nothing."""
-        cls._hooks.pop(name, None)
-
-    @classmethod
     def add_group(cls, name: str, hooks: Iterable[str]) -> None:
         """Let a name stand for several hooks."""
         if name in cls._tokens() or name in cls.known():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers_warm import run_warm
 
 import hookline as hl
 from hookline.checkpoint_file import read, write
@@ -236,7 +236,7 @@ def test_a_disk_that_is_full_is_named(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
         write(Path(sys.argv[1]), {"a": torch.ones(2**20)})"""
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "it.pt")], capture_output=True, text=True)
+    ended = run_warm([sys.executable, "-c", code, str(tmp_path / "it.pt")], capture_output=True, text=True)
     assert ended.stderr.splitlines()[-1] == "OSError: [Errno 27] File too large"
     assert read(tmp_path / "it.pt") == {"a": 1}
     assert names(tmp_path) == ["it.pt"]

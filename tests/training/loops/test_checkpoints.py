@@ -180,7 +180,6 @@ def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
 
 
 def test_another_optimizer_or_loop_is_refused(tmp_path):
-    """Before anything is loaded."""
     hl.epoch_loop(rich_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path))
     options = {"checkpoints": Checkpoints(tmp_path), "resume": True}
     experiment = rich_experiment()

@@ -1,4 +1,4 @@
-"""epoch_loop: the order of its points, and what hooks are shown there."""
+"""epoch_loop: the order of its points, what hooks are shown there, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ from helpers_loops import Noting, linear_experiment, noting
 from torch import nn
 
 import hookline as hl
-
-STEPS_OF_AN_EPOCH = ["PRE_STEP", "POST_STEP"] * 3
-
-
-def test_points_come_in_the_order_that_hook_point_draws():
-    """Two epochs of three batches; a snapshot every other epoch, the first included."""
-    hook = noting()
-    hl.epoch_loop(linear_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook]), snapshot_every=2)
-    epoch = ["PRE_EPOCH", *STEPS_OF_AN_EPOCH, "POST_EPOCH"]
-    assert hook.points == [*epoch, "SNAPSHOT", *epoch]
 
 
 def test_steps_are_counted_from_0_over_the_whole_run():
@@ -163,3 +153,51 @@ def test_a_loader_that_gives_nothing_is_an_error():
     experiment.loader = iter(experiment.loader)
     with pytest.raises(hl.errors.OptionError, match="no batch in epoch 1: is it empty"):
         hl.epoch_loop(experiment, epochs=2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_whatever_ends_the_run_everything_is_written(error):
+    """The steps of the epoch that was cut short are in the sink, and it is flushed."""
+
+    class Flushed(hl.sinks.MemorySink):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    sink, hook = Flushed(), noting("POST_STEP")
+    experiment = linear_experiment(3)
+    trained = []
+
+    def train_step(batch):
+        trained.append(batch)
+        if len(trained) == 6:
+            raise error
+        return 1.0
+
+    experiment.train_step = train_step
+    with pytest.raises(error):
+        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert sink.series("noting/seen") == [(0, [1, 2, 3]), (1, [4, 5])]
+    assert sink.flushes == 1
+
+
+def test_an_interrupted_intervention_leaves_the_run_where_it_was():
+    """After four steps: the weights are those of four steps, and what hooks had returned is written."""
+
+    class Interrupted(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def intervene(self, run_ctx, model_ctx):
+            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+            if run_ctx.step == 3:
+                raise KeyboardInterrupt
+            return {"step": run_ctx.step}
+
+    experiment, expected, sink = linear_experiment(3), linear_experiment(3), hl.sinks.MemorySink()
+    with pytest.raises(KeyboardInterrupt):
+        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[Interrupted()], sinks=[sink]))
+    hl.step_loop(expected, steps=4)
+    assert torch.equal(experiment.model.weight, expected.model.weight)
+    assert torch.equal(experiment.model.weight.grad, expected.model.weight.grad)
+    assert sink.series("Interrupted/step") == [(0, [0, 1, 2])]

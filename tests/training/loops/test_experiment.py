@@ -108,12 +108,8 @@ def test_an_experiment_can_be_a_class():
     ],
 )
 def test_what_cannot_be_trained_is_said(make, text):
-    """Asked, found, next."""
     with pytest.raises(hl.errors.OptionError, match=text):
         hl.epoch_loop(make(), epochs=1)
-
-
-# -- interventions ---------------------------------------------------------------------------------------------
 
 
 class OneMoreEpoch(hl.InterventionHook):
@@ -173,9 +169,6 @@ def test_a_scheduler_that_watches_a_plateau_is_given_the_loss():
     assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-# -- scaler ----------------------------------------------------------------------------------------------------
-
-
 class Overflowing(nn.Module):
     """Its gradient is infinite at batches below zero."""
 
@@ -206,9 +199,6 @@ def test_with_a_scaler_hooks_see_gradients_unscaled_and_skipped_steps_do_not_cou
     assert hook.contexts[0].accumulated_grads["weight"].item() == 3.0
     assert experiment.scheduler.last_epoch == 2
     assert scaler.get_scale() == 512.0
-
-
-# -- evaluation ------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_leaves_training_as_it_was():
@@ -268,7 +258,6 @@ def test_without_a_loss_the_usual_one_is_taken():
     ],
 )
 def test_where_there_is_no_usual_loss_it_is_said(model, batch, text):
-    """With what to do about it."""
     with pytest.raises(hl.errors.OptionError, match=text) as caught:
         usual(model, batch)
     assert "Give the experiment a loss_fn(model, batch)." in str(caught.value)

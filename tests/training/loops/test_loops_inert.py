@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers_loops import left_by, rich_experiment
+from helpers_loops import left_by, noting, rich_experiment
+from helpers_sinks import Slow, delivered
 from helpers_training import differences
 
 import hookline as hl
+from hookline.lifecycle import manager as metric_output
 
 STEPS = 25
 
@@ -173,9 +177,6 @@ def test_an_observer_that_changes_weights_shows(run):
     assert "weight 0.weight" in differences(plain, hooked)
 
 
-# -- other loaders, compiled and parallel models, watches -------------------------------------------------------------
-
-
 class Elsewhere(hl.InterventionHook):
     """Trains on shuffled data in the middle of an epoch."""
 
@@ -214,3 +215,77 @@ def test_a_watch_sees_the_same_run_with_interventions_and_without(run):
     assert len(plain[1]) > 20
     assert plain == hooked
     assert plain != watched(Elsewhere(), during=("train", "intervention"))  # negative control
+
+
+def draw(*args, **kwargs):
+    """From all three streams, and seed one of them."""
+    torch.rand(1)
+    np.random.rand()
+    random.random()
+    torch.manual_seed(3)
+
+
+class DrawingSink(hl.MetricSink):
+    """Draws at every call, and fails at some records."""
+
+    records = 0
+
+    def write(self, record):
+        draw()
+        self.records += 1
+        if self.records % 5 == 0:
+            raise ValueError("on purpose")
+
+    flush = draw
+
+
+def test_a_sink_that_draws_random_numbers_leaves_the_run_as_it_is(monkeypatch, tmp_path):
+    """Also one that fails after it has drawn; without the streams kept it would be noticed (negative control).
+
+    Beside it are a log, a file and a sink in a process of its own.
+    """
+
+    def train(*sinks, **options):
+        experiment = rich_experiment()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", hl.HooklineWarning)
+            with hl.HookManager(hooks=[noting("POST_STEP")], sinks=sinks, flush_every=1, **options) as manager:
+                hl.epoch_loop(experiment, epochs=4, manager=manager)
+        return left_by(experiment)
+
+    sink, slow, plain = DrawingSink(), tmp_path / "slow.txt", train()
+    sinks = sink, hl.sinks.JSONLSink(tmp_path / "m.jsonl"), Slow(str(slow))
+    assert differences(plain, train(*sinks, log=tmp_path / "records.jsonl")) == []
+    assert sink.records == sum("n" in line for line in delivered(slow)) >= 20
+    monkeypatch.setattr(metric_output, "kept_rng", nullcontext)
+    assert differences(plain, train(DrawingSink())) != []
+
+
+class Random(hl.TrainingHook):
+    """Draws wherever it is called."""
+
+    hook_points = {hl.HookPoint.POST_STEP}
+    needs_reference_weights = True
+    __init__ = compute = reset = set_run_context = set_reference_weights = load_state_dict = draw
+
+    def state_dict(self):
+        return {"something": 1}
+
+
+def test_hooks_may_draw_whenever_the_manager_calls_them():
+    """When they are made, reset, told of the run, given reference weights, or loaded."""
+
+    def streams():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
+
+    torch.manual_seed(0)  # not where `draw` leaves it
+    before = streams()
+    manager = hl.HookManager(hooks=[Random], reference_weights={})
+    manager.reset_all()
+    manager.set_run_context(strategy="s")
+    manager.load_state_dict(manager.state_dict())
+    manager.advance_step()
+    manager.fire(hl.HookPoint.POST_STEP, epoch=0)
+    assert streams() == before
+    manager.get_hook("Random").compute()
+    assert all(one != other for one, other in zip(streams(), before, strict=True))

@@ -49,7 +49,6 @@ class Ticks:
 
 
 def test_it_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]):
-    """Nothing is printed."""
     hl.epoch_loop(rich_experiment(), epochs=1)
     assert capsys.readouterr().out == ""
 

@@ -236,9 +236,6 @@ def test_modes_and_frozen_parameters_are_part_of_the_run(tmp_path):
     assert experiment.model[0].weight.requires_grad
 
 
-# -- the whole of it ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_a_run_that_is_saved_at_every_step_is_the_run_without(loop, tmp_path):
     """Saving is inert: weights, streams, hooks, interventions, a watch, every record."""

@@ -103,9 +103,6 @@ def test_the_second_press_leaves_at_once(tmp_path):
     assert result.steps == 15
 
 
-# -- real processes -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("number", "workers"), [pytest.param(signal.SIGINT, 2, marks=pytest.mark.full), (signal.SIGTERM, 0)]
 )

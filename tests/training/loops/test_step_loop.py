@@ -118,7 +118,6 @@ def test_a_run_without_data_makes_steps_all_the_same():
 
 
 def test_a_scheduler_that_counts_epochs_has_no_place_here():
-    """It would never step."""
     with pytest.raises(hl.errors.OptionError, match="no epochs to count"):
         hl.step_loop(linear_experiment(2, scheduler_per="epoch"), steps=1)
 

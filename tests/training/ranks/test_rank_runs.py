@@ -142,7 +142,6 @@ def test_rules_are_found_by_pattern_prefix_and_root():
 
 @pytest.mark.parametrize(("given", "said"), [("men", "did you mean 'mean'"), ({"*": "avg"}, "avg"), (3, "mine")])
 def test_a_wrong_declaration_is_refused(given, said):
-    """The error names the hook."""
     with pytest.raises(OptionError, match=said):
         checked_reduce("mine", given)
 
