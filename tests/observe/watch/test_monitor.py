@@ -66,6 +66,31 @@ def test_parts_of_a_step_are_bounded_and_nothing_of_it_is_lost(monkeypatch: Any)
     hl.assert_no_hooks(model)
 
 
+class Spoils(nn.Module):
+    """Writes NaN into what its child returns, and returns that."""
+
+    def __init__(self, spoils: bool) -> None:
+        super().__init__()
+        self.child, self.spoils = nn.Identity(), spoils
+
+    def forward(self, x: Any) -> Any:
+        out = self.child(x + 0)
+        return out.fill_(float("nan")) if self.spoils else out
+
+
+def test_what_a_module_passes_on_counts_for_both_and_is_read_again_once_it_was_written_to() -> None:
+    model = nn.Sequential(Spoils(False), Spoils(True))
+    listener = monitor.listen(model, on=("forward",))
+    for _ in range(2):
+        model(torch.ones(3))
+    listener.end_step(0)
+    (step,) = listener.arrived(wait=True)
+    fired = {place.label: int(place.row[0]) for part in step.parts for place in part.of_places()}
+    assert fired == dict.fromkeys(("forward", "0/forward", "0.child/forward", "1/forward", "1.child/forward"), 1)
+    assert [each.label for each in step.bad_places().places] == ["1/forward", "forward"]
+    listener.remove()
+
+
 def test_one_who_ends_no_step_does_not_hide_the_micro_batches_of_another(monkeypatch: Any) -> None:
     """As an alarm whose optimizer was made anew."""
     monkeypatch.setattr(monitor, "_MOST_PARTS", 3)

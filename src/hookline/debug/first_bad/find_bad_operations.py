@@ -521,6 +521,8 @@ _EAGER: Final = "the model is compiled; the second run was eager, operator by op
 # -- how steps began --------------------------------------------------------------------------------------------------
 
 _TYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MARKED: Final = 4096
+"""So many numbers of a tensor on a CPU are looked at."""
 _ROUNDING: Final = 1e-3
 """Up to this relative difference of norms a step that is not deterministic has repeated."""
 
@@ -534,6 +536,8 @@ class StateMarks:
         held = [{**module._parameters, **module._buffers}.values() for module in model.modules()]
         found = [_torch.local_tensor(tensor) for some in held for tensor in some if tensor is not None]
         read = [each for each in found if each is not None and each.dtype in _TYPES and each.layout is torch.strided]
+        # A step that is another one shows at the beginning of a tensor too; on a GPU, to cut it costs more than to read.
+        read = [each.view(-1)[:_MARKED] if each.is_cpu and each.is_contiguous() else each for each in read]
         short = [each for each in read if each.dtype.itemsize == 2]
         long = [each for each in read if each.dtype.itemsize > 2]  # no wider: a CPU takes five times as long
         with torch.no_grad():  # few launches for all of them

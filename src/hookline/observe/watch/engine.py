@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from weakref import ref
 
 import numpy as np
 import torch
@@ -368,6 +369,11 @@ class StatsEngine:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.rereads = True
+        """Whether a tensor is read anew that was the last one too, as where a module returns what its last child has
+        returned. What ``.data`` has written to it in between has made no new version of it."""
+        self._last: tuple[Callable[[], Tensor | None], int, list[float]] = (lambda: None, 0, [])
+        """The last tensor on the CPU, its version, and its row."""
         self.places: dict[tuple[str, str], WatchedPlace] = {}
         self.limit: int | None = None
         """How many bytes of tensors on a GPU may wait to be reduced; None for a share of its memory."""
@@ -453,7 +459,15 @@ class StatsEngine:
         return local
 
     def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
-        self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
+        if self.rereads:
+            found = reduce(local.cpu(), self.layout, factor_of(scale))
+        else:
+            last, version, found = self._last
+            now = 0 if local.is_inference() else local._version
+            if last() is not local or version != now:
+                found = reduce(local.cpu(), self.layout, factor_of(scale))
+                self._last = ref(local), now, found
+        self.row(place, _CPU).merge(found)
         if place.beside:
             self._take_by_unit([(place, local, scale)], None)
 

@@ -348,7 +348,9 @@ class StepMonitor:
 
 
 def _watch_nothing(model: nn.Module) -> Watch:
-    return Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
+    made = Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
+    made._engine.rereads = False
+    return made
 
 
 _MONITORS: Final[WeakValueDictionary[int, StepMonitor]] = WeakValueDictionary()
