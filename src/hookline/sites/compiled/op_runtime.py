@@ -19,7 +19,6 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.op_schemas import Handed
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.backward_call import fire_gradients
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
@@ -163,21 +162,7 @@ def _count(key: Tensor, what: str) -> None:
 
 @ops.behind(ops.SINK, _nothing)
 def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
-    _sinks([key], what, found, [len(found)], [each])
-
-
-@ops.behind(ops.SINKS, _nothing)
-def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
-    """Hand over several summaries: ``what`` has a line for each, of ``found`` each has as many as ``numbers`` says."""
-    received: dict[Summary, list[Handed]] = {}
-    parts = iter(found)
-    for key, text, number, size in zip(keys, what.split("\n"), numbers, each, strict=True):
-        own = list(itertools.islice(parts, number))
-        for entry, summary, module in _receiving(key, text):
-            entry.count()
-            received.setdefault(summary, []).append(Handed(entry.name, module, own, size))
-    for summary, items in received.items():
-        summary.receive(items)
+    _sink_all([key], ops.line_of(0, ops.Share(0, len(found), each), what), found)
 
 
 def _receiving(key: Tensor, text: str) -> Iterator[tuple[HookAtSite, Summary, nn.Module]]:
@@ -204,7 +189,7 @@ def _number_in(text: str) -> int | None:
 
 
 class _Receivers:
-    """The hooks behind one ``sink_all`` and what takes its tensors, worked out once until hooks come or go."""
+    """The hooks behind one operator and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
         self.changes = HookChanges.count
@@ -221,7 +206,7 @@ class _Receivers:
 
 @ops.behind(ops.SINK_ALL, _nothing)
 def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
-    """Hand over what a whole side of a graph has found; ``what`` has a line for each site (``ops.read_line``)."""
+    """Hand over what several sites have found; ``what`` has a line for each (``ops.read_line``)."""
     module_hooks: ModuleHooks | None = hooks_with_key(keys[0])
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
