@@ -16,7 +16,7 @@ import hookline as hl
 from hookline.factories import activation_stats, serving, streaming_stats
 from hookline.observe.watch import engine
 from hookline.observe.watch.row import Layout, reduce_on_device
-from hookline.sites.compiled.op_schemas import Handed
+from hookline.sites.compiled.op_schemas import Share
 
 STATS = ["mean", "std", "rms", "min", "max", "absmax", "zero_fraction", "nan", "inf"]
 
@@ -207,6 +207,6 @@ def test_outputs_of_compiled_code_are_reduced_in_one_launch(kernel: KernelOnCpu)
     """Before it goes on, as it uses their memory again."""
     model, hook = Layered(), activation_stats({"stats": STATS})
     outputs = [torch.randn(4, 16) for _ in model.layers]
-    hook.receive([Handed(f"layers.{n}", layer, [outputs[n]], 1) for n, layer in enumerate(model.layers)])
+    hook.prepare([(f"layers.{n}", layer, Share(n, 1, 1)) for n, layer in enumerate(model.layers)])(outputs)
     assert kernel.launches == [3]
     assert of(hook.to_metrics(), "layers.2") == pytest.approx(expected(outputs[2]), rel=1e-5, abs=1e-7)

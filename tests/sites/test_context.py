@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from helpers_waiting import PATIENCE
+from helpers_threads import in_thread, in_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,25 +70,6 @@ class Seen:
 
     def attach(self, model: nn.Module, target: Any = None, **options: Any) -> hl.HookHandle:
         return hl.attach(model, target, self.hook, **{"scope": "context", **self.options, **options})
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns, or raises, in a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
-def in_threads(work: Callable[[int], object], count: int = 2) -> None:
-    """Run ``work(index)`` in several threads that begin together; raise what any of them raised."""
-    barrier = threading.Barrier(count, timeout=PATIENCE)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    with ThreadPoolExecutor(count) as pool:
-        for future in [pool.submit(run, index) for index in range(count)]:
-            future.result()
 
 
 def run(model: nn.Module, value: float = 1.0) -> Tensor:
@@ -224,29 +203,6 @@ def test_the_first_run_of_a_checkpointed_call_is_its_callers(kind):
         loss = model(ones() * 1).sum()
         in_thread(loss.backward)
     assert len(seen.values) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_on_cuda_a_backward_belongs_to_the_thread_of_its_forward(kind):
-    """Autograd has a thread of its own there, for all who call it."""
-    model, fired, threads = nn.Linear(4, 4).cuda(), [0, 0], set()
-
-    def work(index: int) -> None:
-        def hook(module: nn.Module, *grads: Any) -> None:
-            assert grads[-1][0][0, 0].item() == index + 1
-            threads.add(threading.get_ident())
-
-        with hl.attach(model, hook, on=kind, scope="context") as handle:
-            for _ in range(STEPS):
-                x = torch.ones(1, 4, device="cuda", requires_grad=True)
-                torch.autograd.grad((model(x * 1) * (index + 1)).sum(), x)
-            fired[index] = handle.report().fired
-
-    in_threads(work)
-    assert fired == [STEPS, STEPS]
-    assert len(threads) == 1
 
 
 # -- with other options --------------------------------------------------------------------------------------

@@ -66,9 +66,6 @@ def test_the_table_names_other_peoples_hooks_by_their_home():
     assert f"foreign {__name__}.watcher (forward)" in repr(sites)
 
 
-# -- attached ------------------------------------------------------------------------------------------------
-
-
 # -- assert_no_hooks -----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from helpers_sites import ignore
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -27,10 +28,6 @@ GLOBAL_DICTS = [
 
 def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
-
-
-def ignore(*args: object) -> None:
-    """A hook of any kind that does nothing."""
 
 
 def exercise(model: nn.Module) -> None:
@@ -58,12 +55,6 @@ def assert_no_trace(model: nn.Module, *, alone: bool = True) -> None:
         assert list(parameter_hooks_of(module)) == []
     assert GLOBAL_DICTS == [{}, {}, {}] or not alone
     hl.assert_no_hooks(model, foreign=True)
-
-
-# -- removing ------------------------------------------------------------------------------------------------
-
-
-# -- weak to the model ---------------------------------------------------------------------------------------
 
 
 # -- sets ----------------------------------------------------------------------------------------------------

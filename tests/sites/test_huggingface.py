@@ -21,20 +21,8 @@ import hookline as hl
 
 RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward", "full_backward")
 STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-BLOCKS = {
-    "gpt2": "transformer.h.1",
-    "llama": "model.layers.1",
-    "bert": "encoder.layer.0",
-    "bert_classifier": "bert.encoder.layer.0",
-    "vit": "vit.layers.0",
-    "t5": "encoder.block.0",
-    "mamba": "backbone.layers.0",
-}
-"""A block in the middle of each model: something comes before it and after it."""
 
 every_model = pytest.mark.parametrize("name", MODELS)
-# Mamba collects its hidden states by hand.
-with_capture_hooks = pytest.mark.parametrize("name", [name for name in MODELS if name != "mamba"])
 in_both_modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 # torch's own full backward hooks complain about ModelOutputs and about inputs without gradients.
 ignores_torch_complaints = pytest.mark.filterwarnings(
@@ -69,25 +57,6 @@ def test_hooks_of_every_kind_fire_on_every_module_as_often_as_the_references_say
     assert set(expected["state_dict_pre"]) == {module_name for module_name, _ in model.named_modules()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mamba"])
-def test_generate_with_hooks_yields_the_same_tokens_and_one_firing_per_forward(name: str) -> None:
-    """Observers on every module leave the generated tokens alone and fire as often as torch's own hooks."""
-    model = make(name)
-    expected = torch_counts_of(twin := twin_of(name, model), lambda: generate(twin, name))
-    tokens = generate(model, name)
-    seen: Counter[str] = Counter()
-    pre = hl.attach(model, "*", counting_hook("forward_pre", Counter()), on="forward_pre", observe=True)
-    post = hl.attach(model, "*", counting_hook("forward", seen), on="forward")
-    with torch.no_grad():
-        assert torch.equal(generate(model, name), tokens)
-    assert seen == expected
-    assert {site.name: site.fired for site in pre.report().sites if site.fired} == expected
-    assert max(expected.values()) >= 4  # a forward per token
-    remove_and_check_warning(post, model, expected)
-    remove_and_check_warning(pre, model, expected)
-    assert torch.equal(generate(model, name), tokens)
-
-
 # -- values ------------------------------------------------------------------------------------------------
 
 
@@ -109,8 +78,8 @@ def test_grad_outputs_are_exactly_the_gradients_that_users_send_back(name: str, 
 
     handle = hl.attach(model, "*", hook, on="backward_pre", observe=observe)
     step(model, name)
-    assert_same_gradients(seen, expected, exactly=True)
-    assert_same_gradients({("", 0): parameter_gradients(model)}, {("", 0): parameter_gradients(twin)}, exactly=True)
+    assert_same_gradients(seen, expected)
+    assert_same_gradients({("", 0): parameter_gradients(model)}, {("", 0): parameter_gradients(twin)})
     remove_and_check_warning(handle, model, {module_name for module_name, _ in expected})
 
 
@@ -126,29 +95,6 @@ def test_grad_inputs_of_leaf_modules_equal_an_isolated_recomputation(name: str, 
     assert set(checked) == {1}
 
 
-# -- leaving no trace --------------------------------------------------------------------------------------
-
-
-@with_capture_hooks
-def test_a_late_ablation_shows_in_hidden_states_and_capture_hooks_survive(name: str) -> None:
-    """transformers' permanent capture hooks see the edit of a hook attached after them, and are not touched."""
-    model = make(name)
-    states = hidden_states(model, name)
-    capture_hooks = foreign_hooks(model)
-    assert any("output_capturing" in type_or_home(hook) for hook in capture_hooks.values())
-    position = int(BLOCKS[name].rpartition(".")[2]) + 1
-    with hl.attach(model, BLOCKS[name], zeroed, on="forward"):
-        ablated = hidden_states(model, name)
-        assert foreign_hooks(model) == capture_hooks
-    assert len(ablated) == len(states)
-    assert torch.count_nonzero(ablated[position]) == 0
-    assert torch.count_nonzero(states[position]) > 0
-    assert [torch.equal(a, b) for a, b in zip(ablated[:position], states, strict=False)] == [True] * position
-    assert foreign_hooks(model) == capture_hooks
-    after = hidden_states(model, name)
-    assert [torch.equal(a, b) for a, b in zip(after, states, strict=True)] == [True] * len(states)
-
-
 # -- helpers -----------------------------------------------------------------------------------------------
 
 Gradients = dict[tuple[str, int], dict[str, Tensor]]
@@ -159,35 +105,6 @@ def step(model: nn.Module, name: str) -> None:
     """One forward and backward, dropout included the same each time."""
     torch.manual_seed(1)
     loss_of(model(**batch_for(name))).backward()
-
-
-def generate(model: Any, name: str) -> Tensor:
-    """Five tokens, greedily."""
-    ids = batch_for(name)["input_ids"]
-    mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=5, max_new_tokens=5)
-
-
-def call_without_loss(model: nn.Module, name: str, **options: bool) -> Any:
-    """The output of a call without labels."""
-    torch.manual_seed(1)
-    batch = {key: value for key, value in batch_for(name).items() if key != "labels"}
-    if name == "t5":
-        batch["decoder_input_ids"] = batch["input_ids"]
-    return model(**batch, **options)
-
-
-def hidden_states(model: nn.Module, name: str) -> tuple[Tensor, ...]:
-    """What the model reports as its hidden states (T5: its encoder's)."""
-    output = call_without_loss(model, name, output_hidden_states=True)
-    return output["encoder_hidden_states" if name == "t5" else "hidden_states"]
-
-
-def zeroed(module: nn.Module, args: Any, output: Any) -> Any:
-    """An ablation: the block's main output becomes zero."""
-    if isinstance(output, Tensor):
-        return torch.zeros_like(output)
-    return (torch.zeros_like(output[0]), *output[1:])
 
 
 def counting_hook(kind: str, count: Counter[str]) -> Callable[..., None]:
@@ -273,24 +190,12 @@ def torch_counts(twin: nn.Module, name: str) -> dict[str, Counter[str]]:
     return counts
 
 
-def torch_counts_of(twin: nn.Module, run: Callable[[], Any]) -> Counter[str]:
-    """How often torch's own forward hooks fire per module while ``run`` runs."""
-    counts: Counter[str] = Counter()
-    for module_name, module in twin.named_modules():
-        module.register_forward_hook(lambda *_, name=module_name: counts.update([name]))
-    run()
-    return counts
-
-
-def assert_same_gradients(seen: Gradients, expected: Gradients, *, exactly: bool) -> None:
+def assert_same_gradients(seen: Gradients, expected: Gradients) -> None:
     """The same calls, the same outputs of each, the same values."""
     assert {key: set(value) for key, value in seen.items()} == {key: set(v) for key, v in expected.items()}
     assert seen
     pairs = {(*key, path): (seen[key][path], expected[key][path]) for key in seen for path in seen[key]}
-    if exactly:
-        assert [where for where, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)] == []
-    for ours, theirs in pairs.values():
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert [where for where, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)] == []
 
 
 def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -356,21 +261,6 @@ def check_grad_input(module: nn.Module, call: dict[str, Any]) -> int:
     for path, gradient in wanted.items():
         torch.testing.assert_close(call["grad_input"][path], gradient, rtol=1e-5, atol=1e-8)
     return len(wanted)
-
-
-def foreign_hooks(model: nn.Module) -> dict[tuple[str, int], Any]:
-    """The forward hooks that are not ours, by module name and id."""
-    return {
-        (name, hook_id): hook
-        for name, module in model.named_modules()
-        for hook_id, hook in module._forward_hooks.items()
-        if not type_or_home(hook).startswith("hookline")
-    }
-
-
-def type_or_home(hook: Any) -> str:
-    """The module in which a hook, or its class, was written."""
-    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 def remove_and_check_warning(handle: hl.HookHandle, model: nn.Module, fired: Any) -> None:

@@ -130,25 +130,6 @@ def test_a_module_that_hands_its_input_on_reports_what_came_through_it(kinds: tu
 # -- in place ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", ["house", "checkpointed house"])
-def test_gradient_hooks_fire_on_every_module_of_the_house_in_every_step(build: str) -> None:
-    """Once per call: dropouts and layers called twice twice, also before an in-place ReLU, recomputed or not."""
-    twice = {"encoder.dropout"}
-    fired: dict[str, dict[str, int]] = {}
-
-    def hooking(model: nn.Module) -> hl.HandleSet:
-        for kind in ("backward_pre", "backward"):
-            fired[kind] = {name: 0 for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)}
-        return hl.HandleSet(hl.attach(model, "*", counting, on=kind) for kind in ("backward_pre", "backward"))
-
-    def counting(*args: Any, site: hl.Site) -> None:
-        fired[str(site.kind)][site.name] += 1
-
-    train(House if build == "house" else CheckpointedHouse, house_step, hooking, steps=2)
-    for count in fired.values():
-        assert {name: times for name, times in count.items() if times != (4 if name in twice else 2)} == {}
-
-
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("observe", [False, True])
 def test_gradients_around_an_in_place_relu_are_those_around_one_that_copies(observe: bool, dims: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_sites import ignore
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -36,10 +37,6 @@ def make(kind: type[Optimizer] = SGD, **options: Any) -> Optimizer:
 
 def weight_of(optimizer: Optimizer) -> Tensor:
     return optimizer.param_groups[0]["params"][0]
-
-
-def ignore(*args: object) -> None:
-    """A hook of any kind that does nothing."""
 
 
 def dictionaries(optimizer: Optimizer) -> dict[str, list[Any]]:
@@ -254,9 +251,6 @@ def test_a_hook_on_every_optimizer_fires_for_all_there_are_and_will_be(kind: str
         optimizer.step()
         assert_no_trace(optimizer)
     assert seen == [("SGD", 0), ("Twice", 0), ("AdamW", 0), ("SGD", 1), ("Twice", 1)]
-
-
-# -- coming and going -------------------------------------------------------------------------------------------
 
 
 # -- lifetime and copies ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_sites import ignore
 from torch import Tensor, nn
 
 import hookline as hl
@@ -50,10 +51,6 @@ def make_model() -> nn.Sequential:
 
 
 ALL = ["0.weight", "0.bias", "2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
-
-
-def ignore(parameter: Tensor) -> None:
-    """A hook that does nothing."""
 
 
 def run_backward(model: nn.Module) -> None:
@@ -208,9 +205,6 @@ def test_the_step_is_known_in_a_thread_that_ran_no_forward():
         thread.start()
         thread.join()
     assert steps == [1]
-
-
-# -- everywhere ----------------------------------------------------------------------------------------------
 
 
 # -- lifetime ------------------------------------------------------------------------------------------------

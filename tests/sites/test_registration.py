@@ -143,19 +143,3 @@ def test_process_wide_hooks_see_modules_that_are_built_later():
     }
     nn.Linear(2, 2)
     assert len(seen["register_parameter"]) == 2
-
-
-# -- what torch does -----------------------------------------------------------------------------------------
-
-
-def make_model() -> nn.Sequential:
-    return nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_an_observer_returns_is_ignored(kind):
-    """What was handed in is stored."""
-    module = nn.Identity()
-    with hl.attach(module, lambda *args: MAKE[kind](), on=kind, observe=True):
-        guest = store(kind, module)
-    assert stored(kind, module) is guest

@@ -101,9 +101,6 @@ def test_with_kwargs_adds_one_argument_before_the_output(kind, names):
     check_hook(eval(f"lambda {names}: None"), kind, with_kwargs=True)
 
 
-# -- how it is called ----------------------------------------------------------------------------------------
-
-
 # -- what it can give back -----------------------------------------------------------------------------------
 
 

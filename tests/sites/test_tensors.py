@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_sites import ignore
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -26,10 +27,6 @@ def _stack_is_left_as_it_was() -> Iterator[None]:
 
 def leaf() -> Tensor:
     return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-
-
-def ignore(*grads: Any) -> None:
-    """A hook that does nothing."""
 
 
 # -- what a hook may return --------------------------------------------------------------------------------------

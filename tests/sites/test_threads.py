@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
+from helpers_threads import in_threads
 from torch import nn
 
 import hookline as hl
@@ -17,27 +17,6 @@ STEPS = 25
 
 
 pytestmark = pytest.mark.usefixtures("frequent_switches")
-
-
-def in_threads(work: Callable[[int], object], count: int = THREADS) -> None:
-    """Run ``work(index)`` in several threads at once; raise what any of them raised."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        try:
-            barrier.wait()
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def make_model() -> nn.Module:
@@ -63,7 +42,7 @@ def test_gradient_counts_of_all_threads_add_up(kind, edits):
             torch.autograd.grad(model(x).sum(), x)
 
     with hl.attach(model, "*", edit if edits else watch, on=kind) as handle:
-        in_threads(work)
+        in_threads(work, THREADS)
         assert handle.report().fired == 4 * THREADS * STEPS
 
 
@@ -82,7 +61,7 @@ def test_steps_and_calls_are_right_in_every_thread(kind):
             torch.autograd.grad(model(x).sum(), x)
 
     with hl.attach(model, nn.Linear, hook, on=kind):
-        in_threads(work)
+        in_threads(work, THREADS)
     calls = [1, 0] if kind.startswith("backward") else [0, 1]
     steps = []
     for moments in seen.values():
@@ -112,5 +91,5 @@ def test_gradients_of_threads_are_not_mixed():
             (model(x) * mine.scale).sum().backward()
 
     with hl.attach(model, "*", hook, on="backward"):
-        in_threads(work)
+        in_threads(work, THREADS)
     assert mixed == []

@@ -95,9 +95,9 @@ def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
     assert list(dict.keys(hooks)) == [1, 2, 3]
     monkeypatch.setattr(_torch, "_GUARDS_GO_BY_INSERTION", True)
     monkeypatch.setitem(sys.modules, "torch._dynamo", sys.modules.get("torch._dynamo"))
-    _torch.place_last(hooks, 2)
+    _torch.place(hooks, 2, last=True)
     assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]
-    _torch.place_first(hooks, 1)
+    _torch.place(hooks, 1, last=False)
     assert list(dict.keys(hooks)) == list(hooks) == [1, 3, 2]
 
 

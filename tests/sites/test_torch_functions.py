@@ -67,15 +67,14 @@ def test_the_running_modules_are_found_on_the_stack():
 
     class Inner(nn.Module):
         def forward(self, x):
-            found.append((_torch.running_module(), *_torch.all_running()))
+            found.append(tuple(_torch.running()))
             return x
 
     inner = Inner()
     outer = nn.Sequential(nn.Sequential(inner))
     outer(torch.ones(1))
-    assert found == [(inner, inner, outer[0], outer)]
-    assert _torch.running_module() is None
-    assert _torch.all_running() == []
+    assert found == [(inner, outer[0], outer)]
+    assert list(_torch.running()) == []
 
 
 def test_what_a_function_mode_is_shown_is_known():

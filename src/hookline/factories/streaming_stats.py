@@ -38,7 +38,7 @@ from hookline.tree import main_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.compiled.op_schemas import Found, Handed
+    from hookline.sites.compiled.op_schemas import Found, Share
     from hookline.sites.site_info import Site
 
 __all__ = ["ActivationStats", "Gathered", "NanAlarm", "StreamedModule", "activation_stats", "nan_alarm"]
@@ -228,13 +228,18 @@ class StreamingObserver(Observer, PerSiteHook, Summary):
         else:
             self._take(seen, tensor, gathered)
 
-    def receive(self, items: Sequence[Handed]) -> None:
-        """Add the outputs that compiled code hands over, in one call where they are small."""
-        if not _torch.in_recomputation():
-            gathered: Gathered = []
-            for name, module, found, _ in items:
-                self._fire(self._modules.named(name, module), found[0] if found else None, gathered)
-            self.engine.take_all((seen.watched, tensor, None) for seen, tensor in gathered)
+    def prepare(self, sites: Sequence[tuple[str, nn.Module, Share]]) -> Callable[[list[Tensor]], None]:
+        """Return what adds the outputs that compiled code hands over, in one call where they are small."""
+        known = [(self._modules.named(name, module), share) for name, module, share in sites]
+
+        def take(found: list[Tensor]) -> None:
+            if not _torch.in_recomputation():
+                gathered: Gathered = []
+                for seen, share in known:
+                    self._fire(seen, next(iter(share.of(found)), None), gathered)
+                self.engine.take_all((seen.watched, tensor, None) for seen, tensor in gathered)
+
+        return take
 
     def _end_forward(self) -> None:
         """Begin the next forward."""

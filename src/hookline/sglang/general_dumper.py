@@ -381,7 +381,7 @@ def _layer_running() -> int | None:
     """
     if not _LAYERS:
         return None
-    return next((_LAYERS[module] for module in _torch.all_running() if module in _LAYERS), None)
+    return next((_LAYERS[module] for module in _torch.running() if module in _LAYERS), None)
 
 
 dumper: Final = Dumper()

@@ -8,7 +8,6 @@ four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules`` and 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import operator
 import sys
@@ -225,15 +224,12 @@ def in_transform() -> bool:
 
 def in_run() -> bool:
     """Return whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
-    if graph_task_id() != -1:
-        return True
-    code = nn.Module._call_impl.__code__
-    return any(frame.f_code is code for frame in _frames())
+    return graph_task_id() != -1 or next(running(), None) is not None
 
 
-def _frames() -> Iterator[FrameType]:
-    """Return the frames of this thread, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+def _frames(top: FrameType | None = None) -> Iterator[FrameType]:
+    """Return the frames of this thread, or from ``top`` on, the innermost first."""
+    frame: FrameType | None = top or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -272,26 +268,12 @@ def leaf_hooks_of(leaf: Tensor) -> list[Any]:
     return list(hooks.values()) if hooks else []
 
 
-def place_first(hooks: dict[int, Any], hook_id: int) -> None:
-    """Put a hook before all others, but after FSDP2's pre-forward, before which parameters are shards."""
+def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
+    """Put a hook before or after all others but FSDP2's, outside of which parameters are shards."""
     assert isinstance(hooks, OrderedDict)
-    hooks.move_to_end(hook_id, last=False)
-    for outer in _fsdp_hooks(hooks, "_pre_forward"):
-        hooks.move_to_end(outer, last=False)
-    _insert_anew(hooks)
-
-
-def place_last(hooks: dict[int, Any], hook_id: int) -> None:
-    """Put a hook after all others, but before FSDP2's post-forward, after which parameters are shards."""
-    assert isinstance(hooks, OrderedDict)
-    hooks.move_to_end(hook_id)
-    for outer in _fsdp_hooks(hooks, "_post_forward"):
-        hooks.move_to_end(outer)
-    _insert_anew(hooks)
-
-
-def _insert_anew(hooks: OrderedDict[int, Any]) -> None:
-    """Insert the hooks anew in the order they are in: guards of torch 2.11 go by the order of insertion."""
+    hooks.move_to_end(hook_id, last=last)
+    for outer in _fsdp_hooks(hooks, "_post_forward" if last else "_pre_forward"):
+        hooks.move_to_end(outer, last=last)
     if _GUARDS_GO_BY_INSERTION and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
         for hook_id, hook in list(hooks.items()):
             del hooks[hook_id]
@@ -299,6 +281,7 @@ def _insert_anew(hooks: OrderedDict[int, Any]) -> None:
 
 
 _GUARDS_GO_BY_INSERTION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+"""Guards of torch 2.11 go by the order in which hooks were inserted, not by the one they are in."""
 
 
 def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
@@ -354,26 +337,22 @@ def sharded_parameter(shard: Any) -> Tensor:
 # -- modules that run: sites.functions, sites.module_hooks, observe, debug, factories, sglang ----------------------
 
 
-def running_module() -> nn.Module | None:
-    """Return the innermost module whose forward is running in this thread (1.5 µs, of which 1 is reading the frame)."""
+def running() -> Iterator[nn.Module]:
+    """Yield the modules whose calls are under way in this thread, the innermost first; not those in compiled code.
+
+    The first takes 1.5 µs, of which 1 is reading the frame.
+    """
     code = nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            return frame.f_locals.get("self")
+            yield frame.f_locals["self"]
         frame = frame.f_back
-    return None
-
-
-def all_running() -> list[nn.Module]:
-    """Return the modules whose calls are under way in this thread, the innermost first; not those in compiled code."""
-    code = nn.Module._call_impl.__code__
-    return [frame.f_locals["self"] for frame in _frames() if frame.f_code is code]
 
 
 def times_running(module: nn.Module) -> int:
     """Return how many calls of that module are under way in this thread; those inside of compiled code do not show."""
-    return sum(running is module for running in all_running())
+    return sum(each is module for each in running())
 
 
 def called_by_us(depth: int) -> bool:
@@ -392,9 +371,7 @@ def called_by_us(depth: int) -> bool:
 
 
 _OPS: Final = vars(sys.modules[OpOverload.__module__])
-_WIRING: Final = frozenset(
-    f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients", "tensor_taps")
-)
+_WIRING: Final = frozenset(f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients"))
 
 
 def in_recomputation() -> bool:
@@ -511,16 +488,6 @@ def is_tracing() -> bool:
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
 
-_RUNS_OPTIMIZER_HOOKS: Final = frozenset(
-    {_STEP, inspect.unwrap(Optimizer.state_dict).__code__, inspect.unwrap(Optimizer.load_state_dict).__code__}
-)
-
-_RUNS_REGISTRATION_HOOKS: Final = frozenset(
-    method.__code__
-    for method in (nn.Module.__setattr__, nn.Module.add_module, nn.Module.register_parameter, nn.Module.register_buffer)
-)
-
-
 untraced: Final = _disable_dynamo
 """Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
@@ -553,23 +520,21 @@ def is_inner_step(optimizer: Optimizer) -> bool:
 
 
 def being_walked(hooks: dict[int, Any]) -> bool:
-    """Return whether torch is in the middle of these optimizer or registration hooks, in any thread, and fails if they
-    change.
+    """Return whether torch is in the middle of these hooks of an optimizer, or of saving and loading, in any thread,
+    and fails if they change.
 
     torch walks the dictionary itself, and has the hook that it is at in a variable. At the last one it is through.
     """
     before_last = list(hooks.values())[:-1]
-    if not before_last:
-        return False
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code in _RUNS_OPTIMIZER_HOOKS or frame.f_code in _RUNS_REGISTRATION_HOOKS:
-                at = [frame.f_locals.get(name) for name in ("pre_hook", "post_hook", "hook")]
-                if any(hook is other for hook in before_last for other in at):
-                    return True
-            frame = frame.f_back
+    for frame in itertools.chain.from_iterable(map(_frames, sys._current_frames().values())) if before_last else ():
+        if frame.f_globals.get("__name__") in _WALKERS:
+            at = [frame.f_locals.get(name) for name in ("pre_hook", "post_hook", "hook")]
+            if any(hook is other for hook in before_last for other in at):
+                return True
     return False
+
+
+_WALKERS: Final = frozenset({optimizer_py.__name__, module_py.__name__})
 
 
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node

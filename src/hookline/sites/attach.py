@@ -7,14 +7,12 @@ returns a `HookHandle`.
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hookline.errors import HooklineWarning, HookReturnError, HookSignatureError, NoMatchError, OptionError
+from hookline.errors import HookReturnError, HookSignatureError, OptionError
 from hookline.messages import type_name
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
@@ -23,7 +21,6 @@ from hookline.sites.hook_at_site import (
     AttachOptions,
     OrderGroup,
     PerSiteHook,
-    close_context,
     open_context,
 )
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
@@ -31,11 +28,9 @@ from hookline.sites.module_hooks import LOCK, add_entries, sweep
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
-from hookline.sites.targets import Named, check_model, describe, select, without_scripted
+from hookline.sites.targets import Named, check_model, choose, describe, found_by
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from hookline.hook_types import Hook, Scope, Target
     from hookline.sites.hook_at_site import Attachment
 
@@ -131,18 +126,11 @@ def attach(
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
-    attachment = new_attachment(wanted, kind, options)
-    try:
-        if kind is Kind.PARAM_GRAD:
-            return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
-        return attach_to_modules(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
-    except BaseException as error:
-        if attachment.context is not None:
-            close_context(attachment.context)
-        if strict or not isinstance(error, NoMatchError):
-            raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=2)
-        return attach_to_modules(attachment, model, [])
+    if kind is Kind.PARAM_GRAD:
+        parameters = found_by(lambda: select_parameters(model, place, exclude=exclude), strict=strict)
+        return attach_to_parameters(new_attachment(wanted, kind, options), model, parameters)
+    chosen = choose(model, place, exclude, strict=strict)
+    return attach_to_modules(new_attachment(wanted, kind, options), model, chosen)
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -233,17 +221,13 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
 # torch keeps such hooks for the whole process alone, runs them in the order they came, and walks them live: one that
 # comes or goes while another runs makes torch raise.
 
-_VERBS: Final[dict[Kind, tuple[Callable[[Any], RemovableHandle], type]]] = {
-    Kind.REGISTER_MODULE: (torch_module.register_module_module_registration_hook, nn.Module),
-    Kind.REGISTER_PARAMETER: (torch_module.register_module_parameter_registration_hook, nn.Parameter),
-    Kind.REGISTER_BUFFER: (torch_module.register_module_buffer_registration_hook, Tensor),
-}
-"""How to register each kind with torch, and what its hooks may put in place of what they were shown."""
+_STORED: Final = dict(zip(REGISTRATION_KINDS, (nn.Module, nn.Parameter, Tensor), strict=True))
+"""What the hooks of each kind may put in place of what they were shown."""
 
 
 def register_with_torch(attachment: Attachment) -> None:
     """Have torch run the hook for the modules of its entries, until it is removed; for all, if it is for everywhere."""
-    register, wanted = _VERBS[attachment.kind]
+    wanted: type = _STORED[attachment.kind]
 
     def run(module: nn.Module, name: str, value: Any) -> Any:
         for entry in attachment.members():
@@ -260,5 +244,6 @@ def register_with_torch(attachment: Attachment) -> None:
                 )
         return None
 
-    handle = register(run)
+    what = attachment.kind.removeprefix("register_")
+    handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
     attachment.on_remove = lambda attachment: handle.remove()

@@ -126,7 +126,7 @@ class AttentionParts:
             self._hooked.clear()
             raise UnhookableError(_BY_ITSELF.format("nn.MultiheadAttention"))
         layer = _served_layer(module)
-        kind = _interface_of(module) if layer is None else None
+        kind = next(filter(None, map(_own_interface_of, module.modules())), None) if layer is None else None
         self.goes_by_interface = kind is not None
         for inner in callers:
             inner.__dict__[_PARTS] = self
@@ -291,12 +291,8 @@ _USERS: Final[dict[type, int]] = {}
 _ORIGINAL: Final[dict[type, Any]] = {}
 
 
-def _interface_of(module: nn.Module) -> type | None:
-    """Return the class of the interface by which a module, or one in it, finds its attention function."""
-    return next(filter(None, map(_own_interface_of, module.modules())), None)
-
-
 def _own_interface_of(module: nn.Module) -> type | None:
+    """Return the class of the interface by which a module finds its attention function, if it has one."""
     forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
     known = getattr(forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
     if known is None or _INTERFACE not in forward.__code__.co_names:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from hookline.sites import _torch
 from hookline.sites.attach import new_attachment, register_with_torch
 from hookline.sites.gradients.call_gradients import CallState
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer
+from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
 from hookline.sites.module_hooks import (
     FIRST_PRE,
@@ -34,12 +33,10 @@ from hookline.sites.module_hooks import (
     hooks_of_module,
     sweep,
 )
-from hookline.sites.optimizers import hook_optimizers_everywhere, optimizer_entries_everywhere
+from hookline.sites.optimizers import hook_optimizers_everywhere
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.utils.hooks import RemovableHandle
 
     from hookline.hook_types import Hook
@@ -91,7 +88,7 @@ def attach_everywhere(
     if attachment.kind.is_registration:
         attachment.entries[HookAtSite(attachment, "(every module)", HookContainer(), NO_MODEL)] = None
         register_with_torch(attachment)
-        _REGISTERED.add(attachment)
+        ON_NO_MODEL.add(attachment)
         return HookHandle(attachment)
     return _EVERYWHERE.add(attachment)
 
@@ -111,6 +108,7 @@ class _ModulesEverywhere:
             sweep()
             attachment.on_remove = self.drop
             self.attachments = (*self.attachments, attachment)
+            ON_NO_MODEL.add(attachment)
             self.generation += 1
             if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
@@ -203,17 +201,6 @@ def _carries(module: nn.Module, attachment: Attachment) -> bool:
 
 
 _EVERYWHERE = _ModulesEverywhere()
-
-
-_REGISTERED: Final[WeakSet[Attachment]] = WeakSet()
-"""Those that torch calls where something is stored in a module; it keeps them while they are on."""
-
-
-def attachments_everywhere() -> Iterator[Attachment]:
-    """Yield the hooks on every module of the process, and on every optimizer."""
-    yield from _EVERYWHERE.attachments
-    yield from (attachment for attachment in tuple(_REGISTERED) if not attachment.removed)
-    yield from (entry.attachment for entry in optimizer_entries_everywhere())
 
 
 _torch.leave_to_python(_ModulesEverywhere._first_sight)

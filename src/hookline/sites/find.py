@@ -14,10 +14,9 @@ from hookline.errors import HooksLeftError
 from hookline.messages import counted
 from hookline.sites import _torch
 from hookline.sites.attention import hooked_parts
-from hookline.sites.everywhere import attachments_everywhere
-from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
-from hookline.sites.module_hooks import Slot, drop_inert, existing_hooks, sweep
+from hookline.sites.hook_at_site import ON_NO_MODEL
+from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks, sweep
 from hookline.sites.optimizers import optimizer_entries, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import Layers, with_role
@@ -117,8 +116,8 @@ def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
 
 def _attachments(where: Any) -> Iterator[Attachment]:
     if where is None:
-        yield from unbound_attachments()
-        yield from attachments_everywhere()
+        with LOCK:
+            yield from [attachment for attachment in ON_NO_MODEL if not attachment.removed]
     elif isinstance(unwrap_optimizer(where), Optimizer):
         yield from (entry.attachment for entry in optimizer_entries(where))
     else:

@@ -46,7 +46,7 @@ def clip_gradients(
     bound = value if value is not None else norm
     if not isinstance(bound, int | float) or not bound > 0:
         raise OptionError(f"clip_gradients needs a bound above 0, got {bound!r}.")
-    clip = _clamp(bound) if value is not None else _shrink(bound)
+    clip = _shrink(bound) if value is None else lambda grad: grad.clamp(-bound, bound)
 
     def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
         return tuple(None if grad is None else clip(grad) for grad in grad_input)
@@ -100,10 +100,6 @@ def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) ->
             chosen.setdefault(id(each.parameter), each)
     attachment = new_attachment(hook, Kind.PARAM_GRAD, AttachOptions(name=name))
     return attach_to_parameters(attachment, model, list(chosen.values()))
-
-
-def _clamp(bound: float) -> Callable[[Tensor], Tensor]:
-    return lambda grad: grad.clamp(-bound, bound)
 
 
 def _shrink(bound: float) -> Callable[[Tensor], Tensor]:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -90,15 +90,6 @@ class _ThreadForward(threading.local):
         return self._repeated[1]
 
 
-class StandIn(NamedTuple):
-    """The part whose calls begin the steps of a model whose own forward is not called."""
-
-    name: str
-    """Its name in the model."""
-    module: Callable[[], nn.Module | None]
-    """The module, unless it is gone."""
-
-
 class ForwardCounter:
     """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
 
@@ -118,7 +109,8 @@ class ForwardCounter:
         """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
         """Moves hooks on parameters to the ones that replaced them; there while there are such hooks."""
-        self.stand_in: StandIn | None = None
+        self.stand_in: Callable[[], nn.Module | None] | None = None
+        """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
         self._counter = itertools.count()
         self.here = _ThreadForward()
         """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
@@ -282,6 +274,10 @@ class Attachment:
             self.retired += entry.fired
             if entry.counter.model() is None:
                 self.counters.pop(entry.counter, None)
+
+
+ON_NO_MODEL: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+"""What was attached to no model or optimizer in particular; to be changed and gone through under ``LOCK``."""
 
 
 class PerSiteHook(ABC):

@@ -33,10 +33,9 @@ from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
 from hookline.sites.compiled.trace_hooks import run_post, run_pre
-from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, tap_output, thread
+from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, is_flat, tap_output, thread
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
-from hookline.sites.gradients.tensor_taps import is_flat
-from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
+from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
@@ -241,17 +240,10 @@ class StateSlot(Slot):
 
     __slots__ = ()
 
-    running: ClassVar[int] = 0
-    """How many calls are under way, in all threads: torch may be walking a dictionary of state hooks."""
-
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        StateSlot.running += 1
-        try:
-            for entry in self.entries:
-                entry.count()
-                entry.call(module, args)
-        finally:
-            StateSlot.running -= 1
+        for entry in self.entries:
+            entry.count()
+            entry.call(module, args)
 
 
 class Inert:
@@ -515,8 +507,8 @@ class CallGuard:
             self._attempts.stack[-1].ran.add(entry)
 
     def _clean_up(self, module: Any, attempt: _Attempt) -> None:
-        for entry in self._module_hooks.always_called():
-            if entry in attempt.ran or not entry.is_due():
+        for entry in self._module_hooks.hooks_of_kind(_FORWARD):
+            if not entry.attachment.options.always_call or entry in attempt.ran or not entry.is_due():
                 continue
             entry.count()
             more = (attempt.kwargs,) if entry.attachment.options.with_kwargs else ()
@@ -586,10 +578,6 @@ class ModuleHooks(GradientHooks):
     def receivers(self) -> dict[Any, Any]:
         """What takes the summaries of compiled graphs whose first key is that of this module, by their text."""
         return {}
-
-    def always_called(self) -> list[HookAtSite]:
-        """Return the forward hooks that run however the call ends."""
-        return [entry for entry in self.hooks_of_kind(_FORWARD) if entry.attachment.options.always_call]
 
     def begin_forward(self, gradients: bool | None = None) -> None:
         """Begin a forward of each model that a call of this module stands for."""
@@ -735,7 +723,7 @@ class ModuleHooks(GradientHooks):
             _torch.put_hook(module, row.hooks, row.hook_id, slot, with_kwargs=with_kwargs)
             hooks = getattr(module, row.hooks)
             if before is None and len(hooks) > 1 and row.make.slot:
-                (_torch.place_first if row.hook_id == FIRST else _torch.place_last)(hooks, row.hook_id)
+                _torch.place(hooks, row.hook_id, last=row.hook_id == LAST)
         elif before is not None:
             _take_off(module, row.hooks, row.hook_id)
         if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
@@ -746,9 +734,9 @@ def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
     """Remove what is ours from one of torch's dictionaries.
 
     torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict hooks live:
-    while one of ours runs, something inert takes its place, and goes when the next hook comes.
+    meanwhile something inert takes the place of ours, and goes when the next hook comes.
     """
-    if StateSlot.running and "state_dict" in attribute:
+    if "state_dict" in attribute and _torch.being_walked(getattr(module, attribute)):
         _torch.put_hook(module, attribute, hook_id, Inert())
         return
     _torch.drop_hook(module, attribute, hook_id)
@@ -758,12 +746,12 @@ def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
 
 def _keep_places(hooks: Any) -> None:
     """Put our slots first and last in one of torch's dictionaries."""
-    for hook_id, end, place in ((FIRST, 0, _torch.place_first), (LAST, -1, _torch.place_last)):
+    for hook_id, end in ((FIRST, 0), (LAST, -1)):
         order = list(hooks)
         if hook_id in order and order[end] != hook_id:
             with LOCK:
                 if hook_id in hooks:
-                    place(hooks, hook_id)
+                    _torch.place(hooks, hook_id, last=hook_id == LAST)
 
 
 def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
@@ -865,7 +853,7 @@ def release_counters(attachment: Attachment) -> None:
         if counter.users:
             continue
         stand_in, model = counter.stand_in, counter.model()
-        part = None if stand_in is None else stand_in.module()
+        part = None if stand_in is None else stand_in()
         part_hooks = None if part is None else existing_hooks(part)
         if part_hooks is not None:
             part_hooks.set_stands_in(counter, wanted=False)
@@ -884,14 +872,14 @@ def _count_by_part(counter: ForwardCounter) -> None:
     model = counter.model()
     if model is None:
         return
-    names = {id(module): name for name, module, *_ in walk(model)}
-    running = [module for module in _torch.all_running() if id(module) in names]
+    own = {id(module) for _, module, _ in walk(model)}
+    running = [module for module in _torch.running() if id(module) in own]
     if not running or any(module is model for module in running):
         return
     part = unwrap(running[-1])
     with LOCK:
         hooks_of_module(part).set_stands_in(counter, wanted=True)
-    counter.stand_in = StandIn(names[id(running[-1])], weakref.ref(part))
+    counter.stand_in = weakref.ref(part)
     counter.begin_by_part()
 
 

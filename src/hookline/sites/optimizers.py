@@ -10,20 +10,19 @@ are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoev
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 from hookline.errors import HookReturnError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import OPTIMIZER, Kind
 from hookline.sites.module_hooks import LOCK, Inert
 from hookline.sites.site_info import OptimizerSite
@@ -103,6 +102,7 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
     with LOCK:
         _drop_unused()
         _EVERYWHERE.add(attachment, "(every optimizer)", None)
+        ON_NO_MODEL.add(attachment)
         return HookHandle(attachment)
 
 
@@ -113,11 +113,6 @@ def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
     optimizer = unwrap_optimizer(optimizer)
     hooks = _existing_hooks(optimizer) if takes_hooks(optimizer) else None
     return () if hooks is None else hooks.entries
-
-
-def optimizer_entries_everywhere() -> tuple[HookAtSite, ...]:
-    """Return the hooks of ours on every optimizer."""
-    return _EVERYWHERE.entries
 
 
 class _OptimizerHooks(HookContainer):
@@ -138,7 +133,7 @@ class _OptimizerHooks(HookContainer):
             return None
         if kind is Kind.STEP_PRE:
             self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
-        if self is not _EVERYWHERE and len(self._handles) < len(_REGISTER):
+        if self is not _EVERYWHERE and len(self._handles) < len(OPTIMIZER.args):
             self._register(optimizer, kind)
         values = given
         due = [entry for entry in self.entries if entry.attachment.kind is kind]
@@ -171,13 +166,16 @@ class _OptimizerHooks(HookContainer):
     def _register(self, optimizer: Optimizer | None, wanted: Kind) -> None:
         """Have torch call us for every kind; one whose hooks torch is walking can wait, unless it is ``wanted``."""
         with LOCK:
-            verbs: dict[Kind, Any] = _REGISTER if optimizer is not None else _REGISTER_EVERYWHERE
-            for kind, register in verbs.items():
+            for kind in OPTIMIZER.args if optimizer is not None else _STEP_KINDS:
                 hooks = _torch.optimizer_hooks(optimizer, kind)
                 handle = self._handles.get(kind)
                 is_there = handle is not None and handle.id in hooks
                 if not is_there and (kind is wanted or not _torch.being_walked(hooks)):
-                    self._handles[kind] = register(optimizer, _TorchHook(self, kind))
+                    hook = _TorchHook(self, kind)
+                    if optimizer is None:
+                        self._handles[kind] = getattr(torch_optimizer, f"register_optimizer_{kind}_hook")(hook)
+                    else:
+                        self._handles[kind] = getattr(Optimizer, f"register_{kind}_hook")(optimizer, hook)
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off."""
@@ -256,18 +254,6 @@ def _edited(values: tuple[Any, ...], result: Any, optimizer: Optimizer, entry: H
     )
 
 
-_REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
-    Kind.STEP_PRE: Optimizer.register_step_pre_hook,
-    Kind.STEP_POST: Optimizer.register_step_post_hook,
-    Kind.STATE_DICT_PRE: Optimizer.register_state_dict_pre_hook,
-    Kind.STATE_DICT_POST: Optimizer.register_state_dict_post_hook,
-    Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
-    Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
-}
-_REGISTER_EVERYWHERE: Final[dict[Kind, Callable[[Any, Any], RemovableHandle]]] = {
-    Kind.STEP_PRE: lambda _, hook: register_optimizer_step_pre_hook(hook),
-    Kind.STEP_POST: lambda _, hook: register_optimizer_step_post_hook(hook),
-}
 _ALL: Final[WeakSet[_OptimizerHooks]] = WeakSet()
 """Those of all optimizers; weak, because torch's dictionaries hold them."""
 _EVERYWHERE: Final = _OptimizerHooks()

@@ -238,9 +238,10 @@ def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str |
     """
     if is_container(module):
         return "a container is never called; hook its children"
-    if _is_in_attention(model, name):
+    modules = list(_modules_around(model, name))
+    if name.endswith(".out_proj") and modules and isinstance(modules[-1], nn.MultiheadAttention):
         return "MultiheadAttention uses its weights in a function and never calls it; hook MultiheadAttention itself"
-    for around in (*_modules_around(model, name), module):
+    for around in (*modules, module):
         kind = type(around).__name__
         if around is not module and _torch.replays_graph(around):
             return f"{kind} replays a CUDA graph, which calls no module; hook {kind} itself, or run it without it"
@@ -257,12 +258,6 @@ def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str |
 def is_container(module: nn.Module) -> bool:
     """Return whether the module only holds others; a list with a forward of its own (parametrizations) is called."""
     return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
-
-
-def _is_in_attention(model: nn.Module | None, name: str) -> bool:
-    """Return whether ``name`` is the ``out_proj`` of an attention, which torch never calls."""
-    around = list(_modules_around(model, name))
-    return name.endswith(".out_proj") and bool(around) and isinstance(around[-1], nn.MultiheadAttention)
 
 
 def _modules_around(model: nn.Module | None, name: str) -> Iterator[nn.Module]:

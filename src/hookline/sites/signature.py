@@ -53,8 +53,11 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
         return False  # some built-ins have none; they are taken at their word
-    wants_site = _declares_site(signature)
-    names = _arguments(site_type.args[kind], with_kwargs)
+    site = signature.parameters.get("site")
+    wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
+    names = site_type.args[kind]
+    if with_kwargs:
+        names = (*names[:2], "kwargs", *names[2:])
     try:
         signature.bind(*names, **({"site": None} if wants_site else {}))
     except TypeError as error:
@@ -119,7 +122,7 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
         return letters
     if not _SEES_ALL.isdisjoint(code.co_names):
         return letters
-    first = 1 if _is_bound(hook) else 0
+    first = 0 if isinstance(hook, FunctionType) else 1  # of a method, self
     names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
     loaded = {step.argval for step in _instructions(code) if "LOAD_FAST" in step.opname}
     loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
@@ -134,21 +137,6 @@ def _runs_later(code: CodeType | None) -> bool:
     """Return whether a call gives a coroutine or a generator, and nothing more."""
     flags = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return code is not None and bool(code.co_flags & flags)
-
-
-def _is_bound(hook: Any) -> bool:
-    return not isinstance(hook, FunctionType)
-
-
-def _arguments(names: tuple[str, ...], with_kwargs: bool) -> tuple[str, ...]:
-    if not with_kwargs:
-        return names
-    return (*names[:2], "kwargs", *names[2:])
-
-
-def _declares_site(signature: inspect.Signature) -> bool:
-    parameter = signature.parameters.get("site")
-    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _code_of(hook: Any) -> CodeType | None:

@@ -117,7 +117,7 @@ class FunctionSite:
         """Its full name: "torch.nn.functional.softmax", "aten.mm.default", "package.MyFunction"."""
         self.func = func
         """The function, operator or ``autograd.Function`` class itself."""
-        self.owner = _torch.running_module()
+        self.owner = next(_torch.running(), None)
         """The module whose forward makes the call; None outside of any."""
         self.step, self.call = first.moment(name)
         """Which forward of the model (-1 without ``within=``), and which call of this function since that began
@@ -130,7 +130,7 @@ class FunctionSite:
         """The positional arguments as given; for forward hooks, and gone after them."""
         self.kwargs = kwargs
         """The keyword arguments, likewise."""
-        self._model = _torch.all_running()[-1] if model is None and self.owner is not None else model
+        self._model = list(_torch.running())[-1] if model is None and self.owner is not None else model
         self._others = {counter: FunctionSite(name, func, args, kwargs, (counter,)) for counter in others}
 
     def seen_from(self, counter: ForwardCounter) -> FunctionSite:
@@ -150,6 +150,11 @@ class FunctionSite:
         owner = unwrap(self.owner)
         names = (name for name, module in clean_modules(self._model) if module is owner)
         return next(names, type(owner).__name__)
+
+    def site(self, kind: Kind, *, recompute: bool = False) -> Site:
+        """Return the site of a hook of that kind that fires for this call."""
+        owner: Any = self.owner
+        return Site(self.name, owner, kind, self.call, self.step, recompute)
 
     def __repr__(self) -> str:
         where = f" in {self.module!r}" if self.owner is not None else ""

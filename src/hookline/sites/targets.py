@@ -16,7 +16,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
 
 Named: TypeAlias = tuple[str, nn.Module]
+_Found = TypeVar("_Found")
 
 # "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
 # while fnmatch turns the rest of a glob into a regular expression.
@@ -112,11 +113,14 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
 
 
 def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
-    """Return the modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and
-    none.
-    """
+    """Return the modules that hooks can be put on; if nothing matches, see `found_by`."""
+    return found_by(lambda: without_scripted(select(model, target, exclude=exclude), target), strict=strict)
+
+
+def found_by(search: Callable[[], list[_Found]], *, strict: bool) -> list[_Found]:
+    """Return what a search finds; where nothing matches, an error, or, not ``strict``, a warning and nothing."""
     try:
-        return without_scripted(select(model, target, exclude=exclude), target)
+        return search()
     except NoMatchError as error:
         if strict:
             raise

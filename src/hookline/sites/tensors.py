@@ -24,7 +24,7 @@ from hookline.errors import HookReturnError, OptionError, ScopeError, TargetErro
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
-from hookline.sites.gradients.tensor_taps import fitting, fitting_all
+from hookline.sites.gradients.backward_call import fitting, fitting_all
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind

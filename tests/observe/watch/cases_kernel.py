@@ -155,7 +155,7 @@ def test_rows_of_compiled_code_add_up_as_by_torch(joined: bool, monkeypatch: pyt
     names = ["a", "b", "c", "d", "e", "a"]
     found = [by_rows.find_in(x, engine.layout) for x in some]
     begins = np.cumsum([0, *map(len, some)]).tolist()
-    shares = [Share(begin, len(x), 32) for begin, x in zip(begins, some, strict=False)]
+    shares = [Share(begin, len(x), 32, in_rows=True) for begin, x in zip(begins, some, strict=False)]
     buffers = [torch.cat(kind) for kind in zip(*(parts for parts, _ in found), strict=True)]
     handover = GraphHandover(
         engine, [(engine.place(name, ""), share) for name, share in zip(names, shares, strict=True)]
@@ -176,7 +176,7 @@ def test_tensors_of_compiled_code_are_found_where_they_are(monkeypatch: pytest.M
     engine, plain = _engine(), StatsEngine(LAYOUTS["default"])
     names, numbers = ["a", "b", "c", "d", "a"], [0, 1, 1, 2, 2]
     handover = GraphHandover(
-        engine, [(engine.place(n, ""), Share(at, 0, 1)) for n, at in zip(names, numbers, strict=True)]
+        engine, [(engine.place(n, ""), Share(at, 1, 1)) for n, at in zip(names, numbers, strict=True)]
     )
     torch.manual_seed(0)
     kept: list[list[Tensor]] = []

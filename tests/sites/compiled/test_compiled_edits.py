@@ -162,9 +162,6 @@ def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
     assert torch.equal(values[2], values[0] * 4)
 
 
-# -- options -----------------------------------------------------------------------------------------------
-
-
 # -- coming, going, failing --------------------------------------------------------------------------------
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers_compiled import Blocks, Seen, breaks, compiled, graphs, observe_all, same_fires, same_values, step
-from helpers_models import build
+from helpers_compiled import Blocks, breaks, compiled, step
 from torch import Tensor, nn
 
 import hookline as hl
@@ -17,73 +14,6 @@ pytestmark = [
     # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-
-def _gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = build("gpt2", n_layer=2, n_embd=32, vocab_size=97, use_cache=False, **no_dropout)
-    model.loss_type = "ForCausalLM"  # transformers warns otherwise, which breaks the graph
-    return model
-
-
-def _train(model: nn.Module, run: Any, seen: list[Seen]) -> list[float]:
-    """Three steps of AdamW; the hooks come after the first."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
-    losses = []
-
-    def one() -> None:
-        optimizer.zero_grad()
-        loss = run(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    one()
-    with observe_all(model, seen, ["transformer.h.#", "transformer.h.1.mlp"]):
-        one(), one()
-    one()
-    return losses
-
-
-@pytest.mark.full
-def test_a_late_hook_on_gpt2_sees_a_training_run_as_in_eager_code() -> None:
-    """Forward and gradient, on blocks and their parts, without a break: one graph without hooks and one with."""
-    model = _gpt2()
-    eager: list[Seen] = []
-    losses = _train(model, model, eager)
-    model = _gpt2()
-    run = torch.compile(model, fullgraph=True)
-    seen: list[Seen] = []
-    ours = _train(model, run, seen)
-    assert same_fires(seen, eager)
-    assert len(seen) == 2 * 4 * 3
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), atol=1e-4, rtol=1e-4)
-    for one, other in zip(seen, eager, strict=True):
-        for a, b in zip(one.values, other.values, strict=True):
-            if isinstance(a, Tensor) and isinstance(b, Tensor):
-                torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-2)
-    assert breaks() == 0
-    assert graphs() == 2
-
-
-@pytest.mark.full
-def test_on_and_off_twelve_times_takes_two_graphs_and_every_call_fires() -> None:
-    """Attached before the first call: one graph with hooks, one without."""
-    model, x = Blocks(), torch.randn(3, 4)
-    eager: list[Seen] = []
-    with observe_all(model, eager):
-        step(model, x)
-    run = compiled(model, backend="inductor")
-    for _ in range(12):
-        seen: list[Seen] = []
-        with observe_all(model, seen):
-            step(run, x)
-        assert same_fires(seen, eager)
-        assert same_values(seen, eager)
-        step(run, x)
-    assert (graphs(), breaks()) == (2, 0)
 
 
 class Chain(nn.Module):

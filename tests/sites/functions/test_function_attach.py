@@ -17,9 +17,6 @@ levels = pytest.mark.parametrize("level", LEVELS)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-# -- the four kinds, on every level ------------------------------------------------------------------------
-
-
 # -- inputs and outputs ------------------------------------------------------------------------------------
 
 

@@ -109,9 +109,6 @@ def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, 
     run(*matrices()).sum().backward()
 
 
-# -- errors ------------------------------------------------------------------------------------------------
-
-
 # -- functions inside functions ----------------------------------------------------------------------------
 
 

@@ -115,6 +115,3 @@ def test_foreign_modes_entered_and_left_around_a_hook_in_any_order(order: Any, l
         assert still == [other not in left for other in foreign]
         assert events == ["exp"] * (2 + step if "h" not in left else len(events))
     assert modes() == []
-
-
-# -- hooks that take themselves or others off --------------------------------------------------------------

@@ -142,9 +142,6 @@ def test_exclude_takes_functions_away(exclude: Any, left: set[str]) -> None:
     assert set(chosen("*.relu", exclude=exclude)) == left
 
 
-# -- operators ---------------------------------------------------------------------------------------------
-
-
 # -- what is refused ---------------------------------------------------------------------------------------
 
 

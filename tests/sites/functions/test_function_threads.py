@@ -5,38 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers_functions import KINDS, Around, exp_hook, modes
-from helpers_waiting import PATIENCE
+from helpers_functions import KINDS, Around
+from helpers_threads import in_threads
 
 import hookline as hl
 
 # -- threads -----------------------------------------------------------------------------------------------
-
-
-def in_threads(*runs: Callable[[], Any]) -> None:
-    """Run each in a thread of its own, all at once; the first error is raised."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(runs))
-
-    def guarded(run: Callable[[], Any]) -> None:
-        try:
-            barrier.wait(PATIENCE)
-            run()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
 
 
 def test_within_a_model_hooks_count_in_every_thread() -> None:
@@ -48,30 +26,12 @@ def test_within_a_model_hooks_count_in_every_thread() -> None:
         seen.append((threading.get_ident(), fn.call))
 
     with hl.attach_function(torch.exp, note, within=model):
-        in_threads(*[lambda: [model(torch.ones(1)) for _ in range(50)]] * 2, lambda: other(torch.ones(1)))
+        in_threads(lambda number: [(other if number == 2 else model)(torch.ones(1)) for _ in range(50)], 3)
     assert len(seen) == 200
     by_thread: dict[int, list[int]] = {}
     for thread, call in seen:
         by_thread.setdefault(thread, []).append(call)
     assert list(by_thread.values()) == [[0, 1] * 50] * 2
-
-
-def test_removed_from_another_thread() -> None:
-    """It fires no more. No thread can reach into the stack of another: its mode stays, empty, until the next hook."""
-    before, events = modes(), []
-    handle = exp_hook(events)
-    torch.exp(torch.ones(1))
-    in_threads(handle.remove)
-    assert handle.removed
-    torch.exp(torch.ones(1))
-    assert events == ["exp"]
-    with exp_hook(events):
-        torch.exp(torch.ones(1))
-    assert events == ["exp"] * 2
-    assert modes() == before
-
-
-# -- fakes, export, autocast -----------------------------------------------------------------------------
 
 
 # -- memory ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Say what compiled code hands over of a tensor, and add that to its places, call after call.
 
-Watch hooks leave `find_in` in compiled graphs, and make a `GraphHandover` for each ``sink_all`` in a graph. On a CPU
+Watch hooks leave `find_in` in compiled graphs, and make a `GraphHandover` for each operator of ours there. On a CPU
 the tensor itself is handed over.
 
 On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
@@ -157,6 +157,7 @@ class GraphHandover:
     def __init__(self, engine: StatsEngine, shares: list[tuple[WatchedPlace, Share]]) -> None:
         self._engine = engine
         self._shares = shares
+        self._are_whole = all(share.each == 1 for _, share in shares)
         self._tables: dict[int, list[Tensor]] = {}
         """By stream: another one does not wait until a table is there."""
         self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
@@ -171,10 +172,10 @@ class GraphHandover:
         if kernel is not None:
             stream = _torch.current_stream_of(device.index)()
             try:
-                if self._shares[0][1].each != 1:
+                if self._shares[0][1].in_rows:
                     self._add_rows(kernel, stream, found, scale)
                     return
-                if self._read_whole(kernel, stream, found, scale):
+                if self._are_whole and self._read_whole(kernel, stream, found, scale):
                     return
             except Exception:  # the engine says why, if the kernel does not work for it either
                 self._calls.clear()
@@ -183,7 +184,7 @@ class GraphHandover:
     def _add_rows(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> None:
         tables = self._tables.get(stream)
         if tables is None:
-            entries = [(self._engine.row(place, found[0].device).address, *share) for place, share in self._shares]
+            entries = [(self._engine.row(place, found[0].device).address, *share[:3]) for place, share in self._shares]
             rounds = rounds_of(entries, by=0)
             tables = [kernel.upload([number for entry in some for number in entry]) for some in rounds]
             self._tables[stream] = tables

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import StatsEngine, WatchedPlace
     from hookline.observe.watch.row import Layout
-    from hookline.sites.compiled.op_schemas import Found, Handed, Share
+    from hookline.sites.compiled.op_schemas import Found, Share
     from hookline.sites.handle import HookHandle
 
 __all__ = [
@@ -347,15 +347,6 @@ class ModuleStatsHook(Summary):
         except Exception as error:  # a watch must not end the run
             place.give_up(value, error)
 
-    def receive(self, items: Sequence[Handed]) -> None:
-        """Take what compiled code has found."""
-        known = [(self._places[id(item.module)], item) for item in items if id(item.module) in self._places]
-
-        def take(scale: Tensor | None) -> None:
-            self._engine.take_found([(place, item.found, item.each, scale) for place, item in known])
-
-        self._take_handed(take, [(place, item.found) for place, item in known])
-
     def prepare(self, sites: Sequence[tuple[str, nn.Module, Share]]) -> Callable[[list[Tensor]], None]:
         """Return what takes the summaries of one operator in a graph: rows and launches are worked out once."""
         places = self._places
@@ -363,20 +354,14 @@ class ModuleStatsHook(Summary):
         handover = GraphHandover(self._engine, shares)
 
         def take(found: list[Tensor]) -> None:
-            self._take_handed(functools.partial(handover.take, found), [(place, found) for place, _ in shares])
+            if self._enter():
+                try:
+                    handover.take(found, self._scale())
+                except Exception as error:  # a watch must not end the run
+                    for place, share in shares:
+                        place.give_up(share.of(found)[0], error)
 
         return take
-
-    def _take_handed(
-        self, take: Callable[[Tensor | None], None], places: Sequence[tuple[WatchedPlace, list[Tensor]]]
-    ) -> None:
-        """Call `take` with the scale, if the pass counts; an error silences the places."""
-        if self._enter():
-            try:
-                take(self._scale())
-            except Exception as error:  # a watch must not end the run
-                for place, found in places:
-                    place.give_up(found[0], error)
 
 
 def _no_scale() -> None:

@@ -26,7 +26,7 @@ from hookline.sites.compiled import op_schemas as ops
 
 __all__ = ["arrange"]
 
-_VERSION: Final = "6"
+_VERSION: Final = "7"
 """Part of what the compiler knows graphs on the disk by: another for each change of this file."""
 _SMALL: Final = 1 << 20
 _SMALL_TOGETHER: Final = 64 << 20
@@ -75,9 +75,9 @@ def _arrange_joint(graph: Any, found: _Found) -> None:
         for some in groups:
             _hand_over(graph, some)
         done = {*joined, *(node for some in groups for node in some)}
-        rest = [node for node in (*by_row, *(node for node in whole if node in small)) if node not in done]
+        rest = [node for node in calls if node not in done and (node in by_row or (node in whole and node in small))]
         if len(rest) > 1:
-            _gather(graph, sorted(rest, key=calls.index))
+            _hand_over(graph, rest)
     if sides:
         _Early.begin(found.find, sides)
 
@@ -244,19 +244,18 @@ def _most_held(device: torch.device) -> int:
 # -- one call in place of many --------------------------------------------------------------------------------
 
 
-def _gather(graph: Any, calls: list[Any]) -> None:
-    """Put one call of ``sinks`` in place of these, where the last of them is."""
-    keys, lines, found, each = zip(*(node.args for node in calls), strict=True)
-    parts = [part for some in found for part in some]
-    numbers = [len(some) for some in found]
-    _replace(graph, calls, ops.SINKS, (list(keys), "\n".join(lines), parts, numbers, list(each)), calls[-1])
-
-
 def _hand_over(graph: Any, calls: list[Any]) -> None:
-    """Put one call of ``sink_all`` in place of these, which hand over whole tensors; each is handed over once."""
+    """Put one call of ``sink_all`` in place of these, where the last of them is; what several have is in it once."""
     places: dict[Any, int] = {}
-    shares = [ops.Share(places.setdefault(node.args[2][0], len(places)), 0, 1) for node in calls]
-    _sink_all(graph, calls, shares, list(places), calls[-1])
+    found: list[Any] = []
+    shares = []
+    for node in calls:
+        own = tuple(node.args[2])
+        if own not in places:
+            places[own] = len(found)
+            found += own
+        shares.append(ops.Share(places[own], len(own), node.args[3]))
+    _sink_all(graph, calls, shares, found, calls[-1])
 
 
 def _join_rows(graph: Any, calls: list[Any], join: Any) -> None:
@@ -271,7 +270,7 @@ def _join_rows(graph: Any, calls: list[Any], join: Any) -> None:
             begins[find] = rows
             rows += count
             parts += node.args[2]
-        shares.append(ops.Share(begins[find], count, node.args[3]))
+        shares.append(ops.Share(begins[find], count, node.args[3], in_rows=True))
     kinds = len(calls[0].args[2])
     firsts = [part.meta["val"] for part in parts[:kinds]]
     with firsts[0].fake_mode:

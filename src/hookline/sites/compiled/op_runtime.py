@@ -19,12 +19,10 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.op_schemas import Handed
 from hookline.sites.compiled.value_layout import rebuild
-from hookline.sites.gradients.tensor_taps import checked
+from hookline.sites.gradients.backward_call import fire_gradients
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
 from hookline.sites.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
-from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +31,8 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Grads
     from hookline.sites.compiled.op_schemas import Summary
-    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
+    from hookline.sites.gradients.backward_call import Moments
+    from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import ModuleHooks
 
 _EDIT: Final = OrderGroup.EDIT
@@ -44,13 +43,8 @@ class _NotedCall:
     """A call of a module in the forward, as its gradients have to know it."""
 
     order: int
-    moments: dict[ForwardCounter, tuple[int, int]]
-    scopes: frozenset[int]
-
-    def concerns(self, entry: HookAtSite) -> bool:
-        """Return whether the hook was on when the call began, and fires for the context of the call."""
-        attachment = entry.attachment
-        return attachment.order < self.order and (attachment.context is None or attachment.context in self.scopes)
+    moments: Moments
+    contexts: frozenset[int]
 
 
 _NOTED: Final[OrderedDict[int, _NotedCall]] = OrderedDict()
@@ -168,21 +162,7 @@ def _count(key: Tensor, what: str) -> None:
 
 @ops.behind(ops.SINK, _nothing)
 def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
-    _sinks([key], what, found, [len(found)], [each])
-
-
-@ops.behind(ops.SINKS, _nothing)
-def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
-    """Hand over several summaries: ``what`` has a line for each, of ``found`` each has as many as ``numbers`` says."""
-    received: dict[Summary, list[Handed]] = {}
-    parts = iter(found)
-    for key, text, number, size in zip(keys, what.split("\n"), numbers, each, strict=True):
-        own = list(itertools.islice(parts, number))
-        for entry, summary, module in _receiving(key, text):
-            entry.count()
-            received.setdefault(summary, []).append(Handed(entry.name, module, own, size))
-    for summary, items in received.items():
-        summary.receive(items)
+    _sink_all([key], ops.line_of(0, ops.Share(0, len(found), each), what), found)
 
 
 def _receiving(key: Tensor, text: str) -> Iterator[tuple[HookAtSite, Summary, nn.Module]]:
@@ -209,7 +189,7 @@ def _number_in(text: str) -> int | None:
 
 
 class _Receivers:
-    """The hooks behind one ``sink_all`` and what takes its tensors, worked out once until hooks come or go."""
+    """The hooks behind one operator and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
         self.changes = HookChanges.count
@@ -226,7 +206,7 @@ class _Receivers:
 
 @ops.behind(ops.SINK_ALL, _nothing)
 def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
-    """Hand over what a whole side of a graph has found; ``what`` has a line for each site (``ops.read_line``)."""
+    """Hand over what several sites have found; ``what`` has a line for each (``ops.read_line``)."""
     module_hooks: ModuleHooks | None = hooks_with_key(keys[0])
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
@@ -279,14 +259,8 @@ def _edit(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: l
             "(create_graph=True): its second derivatives would be lost. Use observe=True, or run the model eagerly."
         )
     new = [grad for grad in _run(key, note, _what(what), tensors) if grad is not None]
-    return [*(_laid_out(grad, like) for grad, like in zip(new, tensors, strict=False)), _token()]
-
-
-def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of ``grad`` as the graph expects it: in memory of its own, laid out like the gradient that went
-    in.
-    """
-    return torch.empty_like(like).copy_(grad)
+    # As the graph expects them: in memory of their own, laid out like the gradients that went in.
+    return [*(torch.empty_like(like).copy_(grad) for grad, like in zip(new, tensors, strict=False)), _token()]
 
 
 def _run(key: Tensor, note: Tensor, what: What, tensors: list[Tensor]) -> Grads:
@@ -295,23 +269,7 @@ def _run(key: Tensor, note: Tensor, what: What, tensors: list[Tensor]) -> Grads:
     module = module_hooks.module() if module_hooks is not None else None
     if module_hooks is None or module is None:
         return grads
-    noted = _NOTED.get(int(note))
-    for entry in module_hooks.backward_pre if what.is_pre else module_hooks.backward:
-        if (noted is not None and not noted.concerns(entry)) or entry.attachment.summary is not None:
-            continue
-        entry.count()
-        if entry.simple:
-            result = entry.hook(module, grads, *more)
-        else:
-            result = entry.call(module, (grads, *more), _site(entry, module, noted, what))
-        if result is not None and entry.attachment.order_group is _EDIT:
-            grads = checked(result, grads, entry)
-    return grads
-
-
-def _site(entry: HookAtSite, module: Any, noted: _NotedCall | None, what: What) -> Site | None:
-    if not entry.attachment.wants_site:
-        return None
-    step, call = noted.moments.get(entry.counter, (-1, 0)) if noted is not None else (-1, 0)
-    mode = entry.counter.training_now()
-    return Site(entry.name, module, entry.attachment.kind, call, step, False, *what.names, training=mode)
+    entries = module_hooks.backward_pre if what.is_pre else module_hooks.backward
+    called = tuple(entry for entry in entries if entry.attachment.summary is None)
+    noted = _NOTED.get(int(note)) or _NotedCall(next_order(), {}, frozenset())
+    return fire_gradients(noted, called, module, grads, more, *what.names)

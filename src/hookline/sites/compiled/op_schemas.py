@@ -9,9 +9,8 @@ on at that moment count, so removal takes effect at once.
 ``fire``   observers of a forward: the structure as a text (``value_layout``), tensors and numbers beside it
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
-``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
-``sink_all``  the same, of sizes that are known when the graph is made: what is behind it is worked out once per graph
-           (``graph_passes`` puts it in)
+``sink_all``  many of them in one call (``graph_passes`` puts it in): on an H200 each ``sink`` takes 95 µs of the host,
+           next to a launch of 9 µs
 ``enter``, ``leave``  watch the gradients of one call (``compiled_gradients``); gone from the graph once it is traced
 ``note``   notes, in the forward, which call this is; its result goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,
@@ -25,7 +24,6 @@ operator because nothing differentiates a compiled backward; ``edit`` refuses wh
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -39,43 +37,33 @@ Found: TypeAlias = tuple[list[Tensor], int]
 """What a graph has found, and a number known while it was traced that the receiver needs."""
 
 
-class Handed(NamedTuple):
-    """What a graph has found at one site."""
-
-    name: str
-    """The name of the site."""
-    module: Any
-    found: list[Tensor]
-    each: int
-    """The number of `Found`."""
-
-
 class Share(NamedTuple):
-    """What one site has of the tensors that ``sink_all`` is handed."""
+    """What one site has of the tensors that ``sink_all`` is handed: some of them, or rows of all."""
 
     first: int
-    """The first of its rows in each of the tensors; where it has a whole one, the number of that."""
-    rows: int
-    """How many rows are its own."""
+    """The number of the first of its tensors, or of its rows in each of them."""
+    number: int
+    """How many are its own."""
     each: int
-    """How many numbers each row stands for; 1 if the site has a whole tensor."""
+    """The number of `Found`: how many numbers each entry stands for; 1 if a tensor is handed over as it is."""
+    in_rows: bool = False
+    """Whether its own are rows, because what several sites have found was joined."""
 
     def of(self, found: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of this site alone."""
-        if self.each == 1:
-            return [found[self.first]]
-        return [part[self.first : self.first + self.rows] for part in found]
+        own = slice(self.first, self.first + self.number)
+        return [part[own] for part in found] if self.in_rows else list(found[own])
 
 
 def line_of(key: int, share: Share, text: str) -> str:
     """Return what `read_line` reads: the number of the key, the share, the text of the ``sink``."""
-    return f"{key} {share.first} {share.rows} {share.each} {text}"
+    return " ".join((str(key), *(str(int(field)) for field in share), text))
 
 
 def read_line(line: str) -> tuple[int, Share, str]:
     """Return the number of the key, the share, and the text of the ``sink``."""
-    key, first, rows, each, text = line.split(" ", 4)
-    return int(key), Share(int(first), int(rows), int(each)), text
+    key, first, number, each, in_rows, text = line.split(" ", 5)
+    return int(key), Share(int(first), int(number), int(each), in_rows == "1"), text
 
 
 class Summary(ABC):
@@ -91,21 +79,12 @@ class Summary(ABC):
     """Returns what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
 
     @abstractmethod
-    def receive(self, items: Sequence[Handed]) -> None:
-        """Take for each module what was found: the graph has run so far, and soon uses the memory again."""
-
     def prepare(self, sites: Sequence[tuple[str, Any, Share]]) -> Callable[[list[Tensor]], None]:
-        """Return what takes the tensors of every call of one ``sink_all``; ``sites`` are names, modules and shares.
+        """Return what takes the tensors of each call of one operator; ``sites`` are names, modules and shares.
 
-        It is used until any hook comes or goes.
+        It is used until any hook comes or goes. The graph soon uses the memory of the tensors again. What is returned
+        must not keep a module alive.
         """
-        known = [(name, weakref.ref(module), share) for name, module, share in sites]
-
-        def take(found: list[Tensor]) -> None:
-            items = [Handed(name, module(), share.of(found), share.each) for name, module, share in known]
-            self.receive([item for item in items if item.module is not None])
-
-        return take
 
 
 MAKERS: Final[dict[int, Callable[[list[Tensor]], Found | None]]] = {}
@@ -125,7 +104,6 @@ _SCHEMAS: Final = {
     "fire": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
     "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
-    "sinks": "(Tensor[] keys, str what, Tensor[] found, int[] numbers, int[] each) -> ()",
     "sink_all": "(Tensor[] keys, str what, Tensor[] found) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
@@ -147,7 +125,6 @@ BEGIN: Final = _define("begin")
 FIRE: Final = _define("fire")
 COUNT: Final = _define("count")
 SINK: Final = _define("sink")
-SINKS: Final = _define("sinks")
 SINK_ALL: Final = _define("sink_all")
 ENTER: Final = _define("enter")
 LEAVE: Final = _define("leave")

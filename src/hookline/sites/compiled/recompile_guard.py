@@ -34,15 +34,17 @@ _STANDS_FOR: Final = "hookline_stands_for"
 
 
 def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
-    """Give the module a ``forward`` of its own, or take it away."""
-    (_add_own_forward if wanted else _drop_own_forward)(module)
-
-
-def _add_own_forward(module: nn.Module) -> None:
-    """Give the module a ``forward`` of its own: code that was compiled while it had no hooks does not fit any more."""
+    """Give the module a ``forward`` of its own, so that code which was compiled without hooks does not fit any more; or
+    take it away, so that it fits again.
+    """
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
-    if own is not None:
+    if not wanted:
+        if _is_own_forward(module, own):
+            unbind_forward(module)
+        elif hasattr(own, _STANDS_FOR):
+            module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
+    elif own is not None:
         is_ours = _is_own_forward(module, own) or hasattr(own, _STANDS_FOR)
         if not is_ours and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
@@ -50,15 +52,6 @@ def _add_own_forward(module: nn.Module) -> None:
         bind_forward(module, forward)
     elif forward is not nn.Module.forward:  # which containers have, and which is never called
         _compile_again(type(module))
-
-
-def _drop_own_forward(module: nn.Module) -> None:
-    """Take it away: that code fits again."""
-    own = module.__dict__.get(_FORWARD)
-    if _is_own_forward(module, own):
-        unbind_forward(module)
-    elif hasattr(own, _STANDS_FOR):
-        module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
 
 
 def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -20,10 +20,11 @@ from hookline.errors import OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.value_layout import Parts, describe
+from hookline.sites.gradients.backward_call import as_arguments, gradient_places
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -146,30 +147,17 @@ def _enter_gradients(hook: Slot, plan: str, args: tuple[Any, ...], kwargs: dict[
 
 def _leave_gradients(hook: Slot, plan: str, output: Any) -> Any:
     """Watch the gradients of the outputs; return the output to go on with."""
-    if isinstance(output, tuple | list):
-        places, tensors, names = _places(output, {})
-    else:
-        places, tensors, names = _places((), {"": output})
+    places, tensors, names = _places(*as_arguments(output))
     if not tensors:
         return output
     return _with_tensors(output, iter(ops.LEAVE(hook.key, f"{plan}|{places}|{names}", tensors)))
 
 
-def _places(args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
+def _places(args: Any, kwargs: Mapping[str, Any]) -> tuple[str, list[Tensor], str]:
     """Return which places gradients will be handed over in, the tensors, and the names of the places."""
-    tensors: list[Tensor] = []
-    places = ""
-    names: list[str] = []
-    for key, value in [*enumerate(args), *kwargs.items()]:
-        found = [(path, leaf) for path, leaf in tree.leaves(value, str(key)) if _is_carried(leaf)]
-        tensors += [tensor for _, tensor in found]
-        if found or not isinstance(key, int):
-            places += "1" * len(found)
-            names += [path for path, _ in found]
-        else:
-            places += "0"
-            names.append(str(key))
-    return places, tensors, ",".join(names)
+    found = gradient_places(args, kwargs, _is_carried)
+    places = "".join(["0" if tensor is None else "1" for _, tensor in found])
+    return places, [tensor for _, tensor in found if tensor is not None], ",".join([name for name, _ in found])
 
 
 def _with_tensors(value: Any, fresh: Iterator[Tensor]) -> Any:

@@ -7,22 +7,22 @@ Users call `attach_function`. It adds one entry for each function to the scope o
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, KindError, NoMatchError, TargetError
+from hookline.errors import KindError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import AttachOptions, OrderGroup
+from hookline.sites.hook_at_site import ON_NO_MODEL, AttachOptions, OrderGroup
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.targets import found_by
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -93,13 +93,7 @@ def attach_function(
     )
     if within is not None and not isinstance(within, nn.Module):
         raise TargetError(f"within= takes a torch.nn.Module, got {type_name(within)}.")
-    try:
-        places = find_places(target, exclude=exclude)
-    except NoMatchError as error:
-        if strict:
-            raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=2)
-        places = []
+    places = found_by(lambda: find_places(target, exclude=exclude), strict=strict)
     return attach_to_functions(attachment, places, within)
 
 
@@ -120,6 +114,8 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
                 each = for_classes if isinstance(place.func, type) else scope
                 attachment.entries[each.add(attachment, place)] = None
             publish()
+            if within is None:
+                ON_NO_MODEL.add(attachment)
         except BaseException:
             handle.remove(quiet=True)
             raise

@@ -16,7 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -33,7 +33,7 @@ from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer, OrderGroup, next_order
 from hookline.sites.kinds import Kind
 from hookline.sites.module_hooks import LOCK, ON_SWEEP
-from hookline.sites.site_info import FunctionSite, Site
+from hookline.sites.site_info import FunctionSite
 
 if TYPE_CHECKING:
     from hookline.sites.functions.function_names import Place
@@ -269,17 +269,11 @@ def _fire(
         if entry.simple:
             result = entry.hook(shown, *before, tensors)
         else:
-            result = entry.call(shown, (*before, tensors), _site(entry, shown))
+            site = shown.site(entry.attachment.kind, recompute=fn.recompute) if entry.attachment.wants_site else None
+            result = entry.call(shown, (*before, tensors), site)
         if result is not None and entry.attachment.order_group is _EDIT:
             tensors = _checked(result, tensors, entry)
     return tensors
-
-
-def _site(entry: HookAtSite, fn: FunctionSite) -> Site | None:
-    if not entry.attachment.wants_site:
-        return None
-    owner: Any = fn.owner
-    return Site(fn.name, owner, entry.attachment.kind, fn.call, fn.step, fn.recompute)
 
 
 def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
@@ -298,22 +292,14 @@ def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
 # -- the scopes of hooks -------------------------------------------------------------------------------------------
 
 
-class _HookOnFunction(HookAtSite):
-    """One hook on one function, operator or class."""
-
-    __slots__ = ("func",)
-
-    func: Any
-
-
 class _HooksByFunction(dict[Any, FunctionHooks]):
     """The hooks of some scopes, by function, operator or class."""
 
     def __init__(self, scopes: tuple[Scope, ...]) -> None:
         gathered: dict[Any, list[HookAtSite]] = {}
         for scope in scopes:
-            for entry in scope.hooks:
-                gathered.setdefault(entry.func, []).append(entry)
+            for entry, func in scope.hooks.items():
+                gathered.setdefault(func, []).append(entry)
         super().__init__((func, FunctionHooks(hooks[0].name, func, hooks)) for func, hooks in gathered.items())
         self.has_operators = any(isinstance(func, _torch.OpOverload) for func in self)
         self.has_functions = any(not isinstance(func, _torch.OpOverload | type) for func in self)
@@ -327,20 +313,25 @@ class Scope(HookContainer):
 
     def __init__(self, counter: ForwardCounter = NO_MODEL) -> None:
         self.counter = counter
-        self.hooks: dict[_HookOnFunction, None] = {}
-        """The hooks, in the order they came."""
+        self.hooks: dict[HookAtSite, Any] = {}
+        """The hooks, in the order they came, each with its function, operator or class."""
         self._made_at = -1
         # By the other scopes; weak, since they may be of models that are gone.
         self._together: dict[_Others, _HooksByFunction] = {}
 
     def enter(self) -> None:
-        """Begin a forward of the model in this thread."""
+        """Begin a forward of the model in this thread: the hooks fire for calls from now on."""
         self.counter.begin()
-        _THREADS.this.enter(self)
+        thread = _THREADS.this
+        thread.entered.append(self)
+        thread.settle()
 
     def leave(self) -> None:
         """End it, however it ended."""
-        _THREADS.this.leave(self)
+        thread = _THREADS.this
+        if self in thread.entered:
+            thread.entered.remove(self)
+        thread.settle()
 
     def entries(self) -> Iterator[HookAtSite]:
         """Return one entry of each attachment."""
@@ -348,17 +339,16 @@ class Scope(HookContainer):
 
     def add(self, attachment: Attachment, place: Place) -> HookAtSite:
         """Put a hook on a function; `publish` makes it count."""
-        entry = _HookOnFunction(attachment, place.name, self, self.counter)
-        entry.func = place.func
+        entry = HookAtSite(attachment, place.name, self, self.counter)
         if isinstance(place.func, type):
             _patch_class(attachment, place)
             entry.hook = _unseen(entry.hook)
-        self.hooks[entry] = None
+        self.hooks[entry] = place.func
         return entry
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; `publish` makes that count."""
-        self.hooks.pop(cast(_HookOnFunction, entry), None)
+        self.hooks.pop(entry, None)
 
     def with_others(self, others: tuple[Scope, ...]) -> _HooksByFunction:
         """Return the hooks that count while a thread is in this scope and these."""
@@ -392,7 +382,6 @@ def _warn_compiled() -> None:
 
 ANYWHERE: Final = Scope()
 """The hooks on classes that are bound to no model: they count in all threads."""
-_OF_THREADS: Final[weakref.WeakSet[Scope]] = weakref.WeakSet()
 
 
 # -- the threads ---------------------------------------------------------------------------------------------------
@@ -406,14 +395,12 @@ class _Thread:
         """The hooks that were put on in this thread without a model."""
         self.in_class_hook = False
         """Whether a hook on a class runs, whose own calls go unseen."""
-        self._entered: list[Scope] = []
+        self.entered: list[Scope] = []
         """The scopes of models, as often as each was entered."""
         self._hooks: _HooksByFunction
         self._made_at = -1
         self._functions = _FunctionMode(self)
         self._operators = _OperatorMode(self)
-        with LOCK:  # another thread may be going through them
-            _OF_THREADS.add(self.own)
 
     def hooks_on(self, func: Any) -> FunctionHooks | None:
         """Return the hooks on a function that count in this thread now."""
@@ -423,20 +410,9 @@ class _Thread:
         if self._made_at != _State.published:
             with LOCK:
                 self._made_at = _State.published
-                *others, last = dict.fromkeys((ANYWHERE, self.own, *self._entered))
+                *others, last = dict.fromkeys((ANYWHERE, self.own, *self.entered))
                 self._hooks = last.with_others(tuple(others))
         return self._hooks
-
-    def enter(self, scope: Scope) -> None:
-        """Fire the hooks of ``scope`` for calls from now on."""
-        self._entered.append(scope)
-        self.settle()
-
-    def leave(self, scope: Scope) -> None:
-        """Fire the hooks of ``scope`` no more."""
-        if scope in self._entered:
-            self._entered.remove(scope)
-        self.settle()
 
     def settle(self) -> None:
         """Have each mode on its stack exactly while there are hooks for it."""
@@ -470,14 +446,6 @@ def publish() -> None:
 def scope_of_thread() -> Scope:
     """Return the scope of hooks that are put on in this thread and bound to no model."""
     return _THREADS.this.own
-
-
-def unbound_attachments() -> Iterator[Attachment]:
-    """Return what is put on functions, by any thread that is still there, and bound to no model."""
-    with LOCK:
-        scopes = (ANYWHERE, *_OF_THREADS)
-    for scope in scopes:
-        yield from dict.fromkeys(entry.attachment for entry in scope.hooks)
 
 
 class _Threads(threading.local):

@@ -1,22 +1,25 @@
-"""Keep the gradient hooks of a module or function, collect the gradients of a call, and fire them.
+"""Observe and edit the gradients of calls in the backward pass: taps on tensors, gates, and what fires the hooks.
 
-`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`. ``call_gradients`` adds the part that runs before and
-after the forward. The tensor hooks of ``tensor_taps`` call `BackwardCall` in the backward pass, or `OutputCall` where
-all hooks observe one output; these call the user's hooks.
+`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`, which keeps the hooks. ``call_gradients`` makes a
+`BackwardCall` for each call: it lists the tensors of the call, puts a `Tap` on one to observe its gradient, and lets
+several pass a gate where their gradients are edited together. In the backward pass autograd calls these, they call the
+`BackwardCall`, or the `OutputCall` where all hooks observe one output; and that calls the user's hooks.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from hookline import tree
+from hookline.errors import HookReturnError
+from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.gradients.tensor_taps import Tap, behind, checked
 from hookline.sites.hook_at_site import HookContainer, OrderGroup, open_contexts
 from hookline.sites.site_info import FunctionSite, Site
 
@@ -36,8 +39,277 @@ Began: TypeAlias = tuple[int, int, int]
 """How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
 Moments: TypeAlias = "dict[ForwardCounter, tuple[int, int]]"
 """Step and number of one call, by the model whose forwards are counted."""
+_NO_MOMENTS: Final[Moments] = {}
+Names: TypeAlias = tuple[str, ...]
+"""Which input or output each entry of ``grad_input`` or ``grad_output`` belongs to."""
 thread: Final[Callable[[], int]] = get_ident
 """Return the number of this thread."""
+
+
+# -- the tensors of a call -----------------------------------------------------------------------------------------
+
+IndexedTensor: TypeAlias = tuple[int, Tensor]
+"""A tensor with its index in ``grad_input`` or ``grad_output``."""
+
+_NOTHING: Final[tuple[Any, ...]] = ()
+
+
+def as_arguments(output: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return an output in the shape of arguments: the items of a tuple or list count like positional ones."""
+    if isinstance(output, tuple | list):
+        return output, {}
+    return _NOTHING, {"": output}
+
+
+def gradient_places(
+    args: Sequence[Any], kwargs: Mapping[str, Any], takes: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
+) -> list[tuple[str, Any]]:
+    """Return the names of the places whose gradients are handed over, in order, each with its tensor or None.
+
+    A positional value has one place even if it is no tensor, as in torch; of containers and keyword arguments
+    only the tensors count. ``takes`` tells what is one. It is traced, too.
+    """
+    found: list[tuple[str, Any]] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        name = str(key)
+        if takes(value):
+            found.append((name, value))
+            continue
+        inside = [] if value is None else [(path, leaf) for path, leaf in tree.leaves(value, name) if takes(leaf)]
+        found += inside or ([(name, None)] if isinstance(key, int) else [])
+    return found
+
+
+def is_flat(output: Any) -> bool:
+    """Return whether all tensors of an output are the output, or stand in its tuple: torch sees no others."""
+    items = output if isinstance(output, tuple) else (output,)
+    return all(isinstance(item, Tensor) or not tree.tensors_of(item) for item in items)
+
+
+def distinct(found: list[tuple[str, Any]]) -> list[IndexedTensor]:
+    """Return the tensors that gradients will come for, each once, with its index."""
+    seen: dict[int, IndexedTensor] = {}
+    for index, (_, tensor) in enumerate(found):
+        if tensor is not None and tensor.requires_grad:
+            seen.setdefault(id(tensor), (index, tensor))
+    return list(seen.values())
+
+
+# -- what hooks return --------------------------------------------------------------------------------------------
+
+
+def checked(result: Any, grads: Grads, entry: HookAtSite) -> Grads:
+    """Return the gradients of a call as a hook has returned them, if they fit; zeros for a None that cuts one off.
+
+    A tensor hook cannot say "none", so nothing else cuts a gradient off everywhere.
+    """
+    new = fitting_all(result, grads, entry)
+    return tuple(
+        torch.zeros_like(old) if one is None and old is not None else one for one, old in zip(new, grads, strict=True)
+    )
+
+
+def fitting_all(new: Any, old: Grads, entry: HookAtSite) -> Grads:
+    """Return several gradients that a hook has returned, if they can stand in for the old ones; None stays."""
+    if isinstance(new, Tensor) and len(old) == 1:
+        new = (new,)
+    if not isinstance(new, tuple | list) or len(new) != len(old):
+        got = f"{len(new)} values" if isinstance(new, tuple | list) else type_name(new)
+        raise _misfit(entry, f"expected None or a tuple of {len(old)}, got {got}")
+    pairs = enumerate(zip(new, old, strict=True))
+    return tuple(None if one is None else fitting(one, was, entry, f"entry {index}") for index, (one, was) in pairs)
+
+
+def fitting(new: Any, old: Tensor | None, entry: HookAtSite, what: str = "the return value") -> Tensor:
+    """Return a gradient that a hook has returned, if it can stand in for the old one."""
+    if not isinstance(new, Tensor):
+        raise _misfit(entry, f"{what} is {type_name(new)}, not a tensor or None")
+    if old is None:
+        raise _misfit(entry, f"{what} is for a gradient that did not come in this pass (None), so it cannot be given")
+    if _looks(new) != _looks(old):
+        raise _misfit(entry, f"{what} is {_looks(new)}, the gradient is {_looks(old)}")
+    return new
+
+
+def _looks(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
+    return f"{tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"
+
+
+def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
+    attachment = entry.attachment
+    return HookReturnError(f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r}: {what}.")
+
+
+# -- taps: gradients that are observed, and edits of one output ----------------------------------------------------
+
+Call: TypeAlias = Any
+"""A `BackwardCall`, which is above this file."""
+_Output: TypeAlias = tuple[Any, Any, torch.Size | None]
+"""A `BackwardCall` or `OutputCall`, the tensor's place there, and its shape there, if not its own."""
+
+
+class Tap(list[_Output]):
+    """The one tensor hook on a tensor that passes between modules: the calls that give the tensor out.
+
+    Of a module and its last child, the child comes first. It has to be one: torch runs the hooks of a tensor in the
+    order they came, which is the order of the forward, and would have a module's ``backward_pre`` before the
+    ``backward`` of the module that used its output.
+    """
+
+    # A list by itself, since one is made for each call of each module that is watched.
+    inputs: tuple[tuple[Call, int, torch.Size | None], ...] = ()
+    """Calls that take the tensor in, its place there, and its shape there, if not its own."""
+
+    def add_input(self, call: Call, index: int, shape: torch.Size | None = None) -> None:
+        """Add a call that takes the tensor in."""
+        self.inputs += ((call, index, shape),)
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        given = grad
+        for call, index, shape in reversed(self.inputs):
+            grad = call.reach_producer(index, grad, shape)
+        for call, place, shape in reversed(self):
+            if shape is None or grad is None:
+                grad = call.take_output(place, grad)
+                continue
+            seen = grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
+            new = call.take_output(place, seen)
+            if new is not seen and new is not None:
+                grad = new.reshape(grad.shape)
+        return None if grad is given else grad
+
+
+def tap(tensor: Tensor, node: Any) -> Tap:
+    """Return the tap on a tensor that ``node`` made; kept with that node, so that it goes when the graph does."""
+    return _torch.only_hook(tensor, node, Tap)
+
+
+def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
+    """Return where to tap a tensor so that an in-place operation on it does no harm: the tensor it is a reshape of.
+
+    With it comes the shape of the reshape; a tensor that shows nothing else, or not all of it in order, is itself.
+    """
+    base = tensor._base
+    if (
+        base is None
+        or base.grad_fn is None
+        or tensor.numel() != base.numel()
+        or not tensor.is_contiguous()
+        or not base.is_contiguous()
+    ):
+        return tensor, None
+    return base, tensor.shape
+
+
+def accumulator(leaf: Tensor) -> Any:
+    """Return the node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
+
+    Inside a transform of ``torch.func`` a parameter that the transform was not told of has none either.
+    """
+    if not takes_views(leaf):
+        return None
+    # What get_gradient_edge does, at a third of its price: the calls that ask have gradients enabled.
+    node: Any = leaf.view_as(leaf).grad_fn
+    return None if node is None else node.next_functions[0][0]
+
+
+def takes_views(tensor: Tensor) -> bool:
+    """Return whether there are views of a tensor of this kind."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+class ViewPart(NamedTuple):
+    """Which part of the tensor behind it an input shows that is a view."""
+
+    place: int
+    """The index of the input."""
+    base: tuple[torch.Size, tuple[int, ...]]
+    """Size and strides of the tensor behind it."""
+    view: tuple[torch.Size, tuple[int, ...], int]
+    """Size, strides and offset of the view in that."""
+
+    def cut(self, grad: Tensor) -> Tensor:
+        """Return the view's part of a gradient of the tensor behind it."""
+        size, stride = self.base
+        if grad.stride() != stride:
+            grad = torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        view_size, view_stride, offset = self.view
+        return grad.as_strided(view_size, view_stride, grad.storage_offset() + offset)
+
+
+class ViewInput(NamedTuple):
+    """An input that is a view, as it went in: an in-place operation on it takes its node out of the graph.
+
+    What the module sends to it then comes to the tensor behind it, whose node stays.
+    """
+
+    tensor: Tensor
+    version: int
+    node: Any
+    output: int
+    """Which output of the node the tensor behind it is."""
+    part: ViewPart
+
+    @classmethod
+    def of(cls, index: int, view: Tensor, base: Tensor) -> ViewInput:
+        """Return how the input is now."""
+        place = view.size(), view.stride(), int(view.storage_offset() - base.storage_offset())
+        part = ViewPart(index, (base.size(), base.stride()), place)
+        return cls(view, view._version, base.grad_fn, base.output_nr, part)
+
+    def is_changed(self) -> bool:
+        """Return whether an in-place operation has changed it, or what shares its memory."""
+        return self.tensor._version != self.version
+
+
+# -- the gate: gradients that are edited together ------------------------------------------------------------------
+
+_Take: TypeAlias = Callable[[list[int], "Grads"], "Grads"]
+"""`BackwardCall.take_inputs` or ``take_outputs``."""
+
+
+class HooklineGate(torch.autograd.Function):
+    """Several tensors that pass one node, so that their gradients are all known before one goes on.
+
+    Inputs go in as views, as with torch's full backward hook: to change one in place, past the caller's tensor, is an
+    error of torch's that has this name in it. Outputs share memory and version with what went in but are no views, so
+    that in-place operations behind the gate stay legal and are still noticed where they spoil a saved tensor.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(take: _Take, places: list[int], views: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) if views else tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.take, ctx.places, ctx.views, *tensors = inputs
+        ctx.layouts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, None, *ctx.take(ctx.places, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        given = [
+            torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+            for tangent, (shape, dtype, device) in zip(tangents[3:], ctx.layouts, strict=True)
+        ]
+        return tuple(tangent.view_as(tangent) if ctx.views else tangent.clone() for tangent in given)
+
+
+def pass_gate(take: _Take, members: list[IndexedTensor], *, views: bool) -> dict[int, Tensor]:
+    """Return what comes out of a gate in place of each member, by its id."""
+    places = [place for place, _ in members]
+    passed = HooklineGate.apply(take, places, views, *(tensor for _, tensor in members))  # type: ignore[no-untyped-call]
+    return {id(tensor): twin for (_, tensor), twin in zip(members, passed, strict=True)}
+
+
+# -- the hooks of a module or function, and their calls -------------------------------------------------------------
 
 
 class OutputCall:
@@ -95,10 +367,12 @@ def gradient_site(
     entry: HookAtSite,
     module: Any,
     moments: Moments,
-    inputs: tuple[str, ...] = (),
-    outputs: tuple[str, ...] = ("",),
+    inputs: Names = (),
+    outputs: Names = ("",),
 ) -> Site:
-    """Return the site of a gradient hook that fires for a call of a module."""
+    """Return the site of a gradient hook that fires for a call of a module, or of a function."""
+    if isinstance(module, FunctionSite):
+        return module.site(entry.attachment.kind)
     step, call = moments.get(entry.counter, (-1, 0))
     counter = entry.counter
     return Site(entry.name, module, entry.attachment.kind, call, step, False, inputs, outputs, counter.training_now())
@@ -179,8 +453,10 @@ class BackwardCall:
     """With several outputs: those whose gradients come last."""
     _num_inputs = 1
     _num_outputs = 1
-    _input_names: tuple[str, ...] = ("0",)
-    _output_names: tuple[str, ...] = ("",)
+    _input_names: Names = ("0",)
+    _output_names: Names = ("",)
+    moments: Moments = _NO_MOMENTS
+    """Filled where a hook asks for its site."""
     _grad_outputs: list[Tensor | None]
     _grad_inputs: list[Tensor | None]
     _task = -1
@@ -194,9 +470,9 @@ class BackwardCall:
         self._first_node = _torch.sequence_number()
         self.order = order
         """When the call began, as `next_order` counts."""
-        self._contexts = open_contexts()  # autograd may run in a thread of its own
+        self.contexts = open_contexts()  # autograd may run in a thread of its own
         if hooks.told:
-            self._moments = hooks.gradient_moments()
+            self.moments = hooks.gradient_moments()
 
     # -- gradients of outputs ------------------------------------------------------------------------------
 
@@ -333,38 +609,43 @@ class BackwardCall:
 
     def fire(self, entries: tuple[HookAtSite, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; return the gradients as edited."""
-        module = self._module
-        of_function = type(module) is FunctionSite
-        if of_function:  # these hooks are not taken out of the tuple, as a module's are
-            entries = tuple(entry for entry in entries if not entry.attachment.removed)
-        for entry in entries:
-            attachment = entry.attachment
-            if attachment.order > self.order:
-                continue
-            if attachment.context is not None and attachment.context not in self._contexts:
-                continue
-            entry.fired += 1
-            entry.last_step = entry.counter.step
-            if of_function:
-                module = self._module.seen_from(entry.counter)
-            if entry.simple:
-                result = entry.hook(module, grads, *more)
-            else:
-                result = entry.call(module, (grads, *more), self._site(entry))
-            if result is not None and attachment.order_group is _EDIT:
-                grads = checked(result, grads, entry)
-        return grads
+        return fire_gradients(self, entries, self._module, grads, more, self._input_names, self._output_names)
 
-    def _site(self, entry: HookAtSite) -> Site | None:
-        if not entry.attachment.wants_site:
-            return None
-        kind = entry.attachment.kind
-        fn = self._module
-        if isinstance(fn, FunctionSite):
-            fn = fn.seen_from(entry.counter)
-            owner: Any = fn.owner
-            return Site(fn.name, owner, kind, fn.call, fn.step)
-        return gradient_site(entry, fn, self._moments, self._input_names, self._output_names)
+
+def fire_gradients(
+    call: Any,
+    entries: tuple[HookAtSite, ...],
+    module: Any,
+    grads: Grads,
+    more: tuple[Grads, ...],
+    *names: Names,
+) -> Grads:
+    """Call those hooks that were on when ``call`` began, in its context; return the gradients as edited.
+
+    ``call`` has ``order``, ``contexts`` and ``moments``; ``names`` are those of inputs and outputs.
+    """
+    of_function = type(module) is FunctionSite
+    if of_function:  # these hooks are not taken out of the tuple, as a module's are
+        entries = tuple(entry for entry in entries if not entry.attachment.removed)
+    shown = module
+    for entry in entries:
+        attachment = entry.attachment
+        if attachment.order > call.order:
+            continue
+        if attachment.context is not None and attachment.context not in call.contexts:
+            continue
+        entry.fired += 1
+        entry.last_step = entry.counter.step
+        if of_function:
+            shown = module.seen_from(entry.counter)
+        if entry.simple:
+            result = entry.hook(shown, grads, *more)
+        else:
+            site = gradient_site(entry, shown, call.moments, *names) if attachment.wants_site else None
+            result = entry.call(shown, (grads, *more), site)
+        if result is not None and attachment.order_group is _EDIT:
+            grads = checked(result, grads, entry)
+    return grads
 
 
 class _EndOfBackward:

@@ -38,8 +38,9 @@ from torch import Tensor
 from hookline import tree
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
-from hookline.sites.gradients.backward_call import BackwardCall, Began, thread
-from hookline.sites.gradients.tensor_taps import (
+from hookline.sites.gradients.backward_call import (
+    BackwardCall,
+    Began,
     IndexedTensor,
     Tap,
     ViewInput,
@@ -47,17 +48,17 @@ from hookline.sites.gradients.tensor_taps import (
     as_arguments,
     behind,
     distinct,
-    names,
+    gradient_places,
     pass_gate,
     takes_views,
     tap,
-    tensors,
+    thread,
 )
 from hookline.sites.site_info import FunctionSite
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.tensor_taps import ViewPart
+    from hookline.sites.gradients.backward_call import ViewPart
 
 
 class CallState(dict[str, Any]):
@@ -122,10 +123,9 @@ class GradientCall(BackwardCall):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: CallState
     ) -> tuple[tuple[Any, ...], CallState]:
         hooks = self._hooks
-        found = tensors(args, kwargs)
+        found = gradient_places(args, kwargs)
         self._num_inputs = len(found)
-        if hooks.told:
-            self._input_names = names(args, kwargs)
+        self._input_names = tuple(name for name, _ in found)
         members = distinct(found)
         gated = [member for member in members if takes_views(member[1])] if hooks.edits_gradients else []
         if gated:
@@ -226,8 +226,7 @@ class GradientCall(BackwardCall):
         return True
 
     def _leave_any(self, output: Any, state: CallState) -> Any:
-        args, kwargs = as_arguments(output)
-        found = tensors(args, kwargs)
+        found = gradient_places(*as_arguments(output))
         members = distinct(found)
         if len(members) > 1:
             # An input handed back beside other outputs is not of this module's making, and is left alone.
@@ -235,8 +234,7 @@ class GradientCall(BackwardCall):
         if not members:
             return output
         self._num_outputs = len(found)
-        if self._hooks.told:
-            self._output_names = names(args, kwargs)
+        self._output_names = tuple(name for name, _ in found)
         inside = self._watch_inside(members, state)
         if len(members) > 1 and (self._hooks.edits_outputs or state.index_of(members[0][1]) >= 0):
             passed = pass_gate(self.take_outputs, members, views=False)
