@@ -13,9 +13,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hookline.errors import LifecycleError, NoMatchError
-from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.integrations.follow import Follow, follow
-from hookline.integrations.host_manager import HostLogSink, check_report_to
+from hookline.integrations.host_run import HostLogSink, check_report_to
+from hookline.integrations.loop_events import FirstStep, find_model, find_optimizers
 from hookline.training.ranks import averaging_model
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
-from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, error_of_process, follow
-from hookline.integrations.host_manager import command_name, with_recorder
+from hookline.integrations.host_run import command_name, with_recorder
+from hookline.integrations.loop_events import find_model, find_scaler
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
@@ -31,7 +31,7 @@ from hookline.specs.apply_specs import register_hooks
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.integrations.first_step import FirstStep
+    from hookline.integrations.loop_events import FirstStep
     from hookline.runs.build import Built
     from hookline.runs.run import Run
 
