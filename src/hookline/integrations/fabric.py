@@ -89,7 +89,8 @@ class FabricCallback:
         except NoMatchError:
             return False  # of something else
         hooks, sinks, options = self._given
-        own = [*(sinks or ()), *([HostLogSink(self._log)] if self._reports else [])]
+        log = HostLogSink(lambda metrics, step: self._fabric.log_dict(metrics, step=step))
+        own = [*(sinks or ()), *([log] if self._reports else [])]
         loader = options.get("loader", first.loader)
         scaler = getattr(getattr(self._fabric.strategy, "precision", None), "scaler", None)
         given = {"scaler": scaler, **options, "loader": loader}
@@ -98,9 +99,6 @@ class FabricCallback:
             self._run.load_state_dict(self._loaded)
         first.hand_over(self._run)
         return True
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self._fabric.log_dict(metrics, step=step)
 
     @property
     def run(self) -> Follow:

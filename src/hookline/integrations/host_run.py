@@ -127,7 +127,9 @@ class HostRun:
         self.manager, self.specs = make_manager(hooks, sinks, run_file, manager, loop, options)
         by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
         self._loop = loop or self.manager.plan.loop_type or by_steps
-        self._snapshots = _snapshot_steps(self._loop, snapshot_every)
+        usual = SnapshotSteps(1) if self._loop == "epoch" else SnapshotSteps(10, grows=True)
+        given = None if snapshot_every is None else SnapshotSteps(whole_number("snapshot_every", snapshot_every, 0))
+        self._snapshots = given or usual
         if self._loop == "step" and self._snapshots.every:
             for hook in self.manager.hooks.values():
                 hook.look_at_reports(self._snapshots)
@@ -483,12 +485,6 @@ class SnapshotSteps:
         return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
 
 
-def _snapshot_steps(loop: str, every: int | None) -> SnapshotSteps:
-    if every is not None:
-        return SnapshotSteps(whole_number("snapshot_every", every, 0))
-    return SnapshotSteps(1) if loop == "epoch" else SnapshotSteps(10, grows=True)
-
-
 def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:
     """Return whether all that these hooks do can be done where steps are counted, and not epochs."""
     return all(
@@ -593,14 +589,15 @@ def _save_state(run: Run, *, within: bool, all_ranks: bool) -> dict[str, Any]:
     ranks = run.manager.output.ranks
 
     def make() -> dict[str, Any]:
-        return _portable(
-            {
-                "loop": run.loop,
-                "run": run.state_dict(within=within),
-                "manager": run.manager.state_dict(),
-                "gradients": run.retention.state_dict(),
-            }
-        )
+        state = {
+            "loop": run.loop,
+            "run": run.state_dict(within=within),
+            "manager": run.manager.state_dict(),
+            "gradients": run.retention.state_dict(),
+        }
+        # Tensors that any rank can read: parts of sharded ones, on the CPU.
+        found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
+        return found
 
     own: dict[str, Any] = {}
     if all_ranks and not ranks.is_single:  # what fails on one, fails on all
@@ -657,12 +654,6 @@ def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
             f"The state of the hooks is only of rank {about['rank']}, and rank {ranks.rank} continues with it. "
             "Next: save on every rank, by state_dict(all_ranks=True)."
         )
-    return found
-
-
-def _portable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with tensors that any rank can read: parts of sharded ones, on the CPU."""
-    found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
     return found
 
 

@@ -79,7 +79,9 @@ class BackwardLosses:
     ) -> None:
         self._scaler, self._most = scaler, most
         self._on_backward, self._on_forget = on_backward, on_forget
-        self._looked_at = _some_of(tuple(parameters))
+        every = tuple(parameters)
+        self._looked_at = every[:: -(-len(every) // _MOST_PARAMETERS) or 1]
+        """Parameters whose gradients tell of which model a backward was, evenly from first to last."""
         self._noted: list[_Noted] = []
         self._begun: list[Tensor] = []
         """The losses of the backward that is under way."""
@@ -172,11 +174,6 @@ def _exact_mark(parameter: Tensor) -> _Mark:
 def _mark(parameter: Tensor) -> _Mark:
     """Return what tells of a change of a gradient; of FSDP2, which adds inside of one, whether there is any."""
     return _exact_mark(parameter) if placed(parameter) is None or parameter.grad is None else (0, 0)
-
-
-def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return parameters whose gradients tell of which model a backward was, evenly from first to last."""
-    return parameters[:: -(-len(parameters) // _MOST_PARAMETERS) or 1]
 
 
 # -- batches -----------------------------------------------------------------------------------------------------
@@ -384,7 +381,10 @@ def find_model(optimizer: Any, modules: Iterable[nn.Module] | None = None) -> Fo
         NoMatchError: if no module has more than half of the parameters; the text says what was found.
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    candidates = [_candidate(module, wanted) for module in (_live_modules() if modules is None else modules)]
+    if modules is None:
+        # By type, not isinstance(), which asks proxies for their __class__ and so may load what they stand for.
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
+    candidates = [_candidate(module, wanted) for module in modules]
     most = max((owned for _, owned, _ in candidates), default=0)
     if 2 * most <= len(wanted):
         raise NoMatchError(
@@ -412,11 +412,6 @@ def find_scaler() -> Any:
     """Return the one ``GradScaler`` that is alive and switched on; None if there is none, or more than one."""
     scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one.is_enabled()]
     return scalers[0] if len(scalers) == 1 else None
-
-
-def _live_modules() -> list[nn.Module]:
-    # By type, not isinstance(), which asks proxies for their __class__ and so may load what they stand for.
-    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_parameters" in vars(one)]
 
 
 def _candidate(module: nn.Module, wanted: set[int]) -> tuple[nn.Module, int, int]:

@@ -59,7 +59,7 @@ def begin_script(optimizer: Any, first: FirstStep, began: float) -> bool:
     except NoMatchError as error:
         _note("failed", str(error))
         return False
-    for path in _notes(f"{os.getpid()}.*failed"):  # of an optimizer before this one
+    for path in Path(os.environ["HOOKLINE_RUN_NOTES"]).glob(f"{os.getpid()}.*failed"):  # of one before it
         path.unlink()
     folder = None
     try:
@@ -158,7 +158,3 @@ def _note(what: str, text: str) -> None:
     folder = Path(os.environ["HOOKLINE_RUN_NOTES"])
     if folder.is_dir():
         (folder / f"{os.getpid()}.{next(_NUMBERS)}.{what}").write_text(text, encoding="utf-8")
-
-
-def _notes(pattern: str) -> list[Path]:
-    return list(Path(os.environ["HOOKLINE_RUN_NOTES"]).glob(pattern))
