@@ -20,7 +20,7 @@ from torch import nn
 
 from hookline.cli import script
 from hookline.cli.main import main
-from hookline.integrations.first_step import find_model
+from hookline.integrations.loop_events import find_model
 
 WARM_START = Path(__file__).with_name("warm_start.py")
 TRAIN = """

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.debug import FirstBadOperation, FlightRecorder
-from hookline.integrations.first_step import FirstStep
+from hookline.integrations.loop_events import FirstStep
 
 
 class Planting(hl.Experiment):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hookline.engines import request_results
-from hookline.engines.engine_modules import find_sources
-from hookline.engines.request_results import RequestOptions, RequestResults
+from hookline.engines.request_results import BegunRequest, RequestOptions, RequestResults, find_sources
 from hookline.engines.session import Session
 from hookline.errors import HookNameError, OptionError
 from hookline.factories import stream_of
@@ -75,7 +74,7 @@ class Worker:
         self, id: str, key: str | None = None, place: tuple[int, ...] = (), prompt: int = 6, **wanted: Any
     ) -> None:
         states = {"layers": ["layers.#"], **wanted}
-        self.results.open(id, id, {"key": key, "hidden_states": states}, prompt=prompt, place=place)
+        self.results.open(BegunRequest(id, id, {"key": key, "hidden_states": states}, prompt, place=place))
 
     def step(self, *rows: tuple[str, int, int]) -> torch.Tensor:
         names, firsts, counts = zip(*rows, strict=True)
@@ -251,7 +250,7 @@ def test_flags_that_nobody_asked_for_push_out_no_results(monkeypatch: pytest.Mon
     worker.step(("a", 0, 3))
     worker.results.close("a")
     for name in "bcbc":
-        worker.results.open(name, name, None, prompt=6)
+        worker.results.open(BegunRequest(name, name, None, 6))
         worker.step((name, 0, 3))
         worker.results.close(name)
     assert worker.taken("a")["layers.0"].shape == (3, D)
@@ -290,7 +289,7 @@ def test_what_a_request_cannot_ask(wrong: Any) -> None:
     with pytest.raises(OptionError):
         RequestOptions.read(wrong)
     worker = Worker()
-    worker.results.open("a", "a", wrong, prompt=3)
+    worker.results.open(BegunRequest("a", "a", wrong, 3))
     worker.step(("a", 0, 3))  # nobody else is harmed
     assert worker.results.take("a")[0]["error"]["type"] == "OptionError"
 
@@ -299,5 +298,5 @@ def test_what_is_wrong_with_options_is_told_under_their_key() -> None:
     """The client knows no other; also where the mistake is in the options themselves."""
     key, worker = str(uuid.uuid4()), Worker()
     for wrong in ({"hiden_states": {}}, {"hidden_states": {"layers": ["a"], "window": [5, 2]}}):
-        worker.results.open("a", "a", {"key": key, **wrong}, prompt=3)
+        worker.results.open(BegunRequest("a", "a", {"key": key, **wrong}, 3))
         assert worker.results.take(key)[0]["error"]["type"] == "OptionError"

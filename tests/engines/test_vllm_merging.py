@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hookline.engines.vllm import engine_options, merge_hooks
-from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
+from hookline.engines.vllm.extension import EngineFacts, choose_way
 from hookline.engines.vllm.start_options import EXTENSION, StartOptions, register
 from hookline.errors import OptionError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.engines.vllm.engine_facts import EngineFacts, check_taps
+from hookline.engines.vllm.extension import EngineFacts, check_taps
 from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import NoMatchError, OptionError

@@ -11,7 +11,7 @@ import torch
 from helpers_vllm_worker import KEPT, PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-from hookline.engines import request_hooks
+from hookline.engines import live_hooks
 from hookline.engines.vllm import VllmHooks, extension
 from hookline.errors import EngineBusy, HookNameError, NoMatchError, NotAllowedError, OptionError
 from hookline.factories import ProbeHead
@@ -154,7 +154,7 @@ def counts_nothing(config):
 
 def test_hooks_times_modules_of_running_requests_are_bounded(context, monkeypatch):
     """Each answer is a request of its own here: what counts is what runs together."""
-    monkeypatch.setattr(request_hooks, "MOST_PLACES", 200)
+    monkeypatch.setattr(live_hooks, "MOST_PLACES", 200)
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
     asked = {"hooks": [STATS] * 64}  # on two modules

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.factories import Tokens, export, read_export, serving
-from hookline.factories.export_files import ExportRecord
+from hookline.factories.exporting import ExportRecord
 
 __all__ = [
     "PADDED",

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.factories import export, read_export
-from hookline.factories.export_files import Shards
-from hookline.factories.exporting import Export, ExportOptions, ExportQueue
+from hookline.factories.exporting import Export, ExportOptions, ExportQueue, Shards
 
 
 class Stuck:
@@ -101,7 +100,7 @@ def test_what_changes_in_place_later_is_written_as_it_was(tmp_path: Path) -> Non
 
 def test_shards_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1000 bytes, each file has as many tensors as first exceed it; safetensors reads each by itself."""
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1000)
+    monkeypatch.setattr("hookline.factories.exporting.SHARD_BYTES", 1000)
     records, metrics = exported(tmp_path, *[torch.ones(100)] * 10)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) == 4
@@ -143,7 +142,7 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error is logged once; complete shards stay readable, and no half one is left."""
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 400)
+    monkeypatch.setattr("hookline.factories.exporting.SHARD_BYTES", 400)
     hook, module = export({"folder": str(tmp_path)}), nn.Identity()
     hook(module, (), torch.ones(100))
     until(lambda: list(tmp_path.glob("*.safetensors")))
@@ -207,9 +206,9 @@ def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: P
 
 RUN = """
 import sys, torch
-import hookline.factories.export_files as export_files
+import hookline.factories.exporting as exporting
 from hookline.factories import export
-export_files.SHARD_BYTES = 200_000
+exporting.SHARD_BYTES = 200_000
 hook = export({"folder": sys.argv[1]})
 module = torch.nn.Identity()
 module.register_forward_hook(hook)

@@ -17,7 +17,7 @@ from helpers_waiting import PATIENCE, until
 from pydantic import TypeAdapter, ValidationError
 
 from hookline.errors import OptionError
-from hookline.serve.http.metrics_page import Metrics
+from hookline.serve.http.hook_routes import Metrics
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import AT_THE_END, Gate, Settings
 

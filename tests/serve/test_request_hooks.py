@@ -15,7 +15,7 @@ from helpers_serve import Answer, alone, ask, held_back, small_model
 from torch import nn
 
 import hookline as hl
-from hookline.engines import request_hooks
+from hookline.engines import live_hooks
 from hookline.engines.request_options import StatesWanted
 from hookline.errors import EngineBusy, NoMatchError, NotAllowedError, OptionError
 from hookline.factories import ProbeHead
@@ -266,7 +266,7 @@ def test_hooks_are_closed_once_however_the_request_ends(tiny: Any) -> None:
 
 def test_hooks_of_requests_that_wait_or_run_are_bounded_together(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many clients bring them; there is room again when one has ended."""
-    monkeypatch.setattr(request_hooks, "MOST_PLACES", 2)
+    monkeypatch.setattr(live_hooks, "MOST_PLACES", 2)
     engine = Engine(*tiny)
     release = held_back(engine)
     answers = {name: Answer() for name in "abcd"}

@@ -25,7 +25,7 @@ from hookline.cli.run import failed_hooks, files_of, write_page
 from hookline.cli.screen import tell_plan
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, OptionError
-from hookline.integrations.host_manager import command_name
+from hookline.integrations.host_run import command_name
 from hookline.plain import to_plain
 from hookline.runs.build import build, hook_names
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json

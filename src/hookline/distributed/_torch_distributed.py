@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group"]
-
 
 def default_store() -> Any:
     """Return the store that ``init_process_group`` made, or None where torch does not give it out.

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from hookline.distributed import _torch_distributed
 from hookline.errors import ConfigError, RankError
 
-__all__ = ["first_of_ranks", "gather_objects", "is_distributed", "rank_count", "this_rank"]
-
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
 _DEFAULT_TIMEOUT: Final = 600.0
 """As torch has it for NCCL. A rank that saves or evaluates alone for minutes is no rank that is lost."""

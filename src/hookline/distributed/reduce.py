@@ -20,17 +20,6 @@ from hookline.messages import suggest
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "Exchange",
-    "Holding",
-    "NamedPart",
-    "Reduced",
-    "SameIfEqual",
-    "check_rule",
-    "reduce_records",
-    "reduce_values",
-]
-
 # -- statistics, which may be shards or replicas ---------------------------------------------------------------
 
 _made: Counter[str] = Counter()

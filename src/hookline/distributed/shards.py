@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from hookline.distributed import _torch_distributed
 from hookline.distributed.ranks import this_rank
 
-__all__ = ["Placed", "activation_shard", "arrived", "parameter_shard", "placed", "tensor_parallel_ranks"]
-
-
 _PLAIN: Final = (Tensor, nn.Parameter)
 
 

@@ -20,12 +20,9 @@ from hookline.errors import OptionError
 from hookline.observe.tokens import Tokens, current_tokens, sent_to_host
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import submodule
-from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.sites.handle import HookHandle
-
-__all__ = ["HiddenStates", "RequestStates", "StateSource", "StatesOfLayer"]
 
 _Stream = Callable[[nn.Module, Any], "Tensor | None"]
 
@@ -207,7 +204,7 @@ class HiddenStates:
         stream: Returns the hidden states in what a module returns, or in the ``(args, kwargs)`` that it takes.
     """
 
-    def __init__(self, model: nn.Module, stream: _Stream = lambda module, value: main_tensor(value)) -> None:
+    def __init__(self, model: nn.Module, stream: _Stream) -> None:
         self._model = model
         self._stream = stream
         self._observers: dict[tuple[str, str], _Observer] = {}

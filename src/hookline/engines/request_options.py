@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from hookline.errors import HooklineError, OptionError
 from hookline.messages import short_repr
 from hookline.specs.hook_spec import HookSpec, option_errors
-
-__all__ = [
-    "CHECKED", "ClientHook", "RequestOptions", "StatesWanted", "checked", "listed", "remembered", "split_key",
-    "without_nulls",
-]  # fmt: skip
 
 MOST_PATTERNS: Final = 256
 """Names and patterns of modules in one request: each is held against every module, 256 of them for 0.4 s in a model of
@@ -57,7 +62,11 @@ _Text = Annotated[StrictStr, Field(min_length=1)]
 _Patterns = Annotated[tuple[StrictStr, ...], Field(min_length=1, max_length=MOST_PATTERNS, fail_fast=True)]
 _OneOrMany = BeforeValidator(listed, json_schema_input_type=StrictStr | _Patterns)
 _Position = Annotated[StrictInt, Field(gt=-_LIMIT, lt=_LIMIT)]
-_Positions = Annotated[tuple[_Position, ...], Field(min_length=1, max_length=1 << 16, fail_fast=True)]
+_Positions = Annotated[
+    tuple[_Position, ...],
+    Field(min_length=1, max_length=1 << 16, fail_fast=True),
+    AfterValidator(lambda given: tuple(sorted(set(given)))),
+]
 
 
 @checked
@@ -130,7 +139,13 @@ class StatesWanted:
             end = end if stop is None else min(end, stop if stop >= 0 else prompt + stop)
         if isinstance(self.positions, str):
             return range(first, max(end, first))
-        return sorted({at for each in self.positions if first <= (at := each if each >= 0 else prompt + each) < end})
+        counted = self._between(first, end), self._between(first - prompt, min(end - prompt, 0))
+        return sorted({*counted[0], *(each + prompt for each in counted[1])})
+
+    def _between(self, first: int, end: int) -> Sequence[Any]:
+        """Return the listed positions from ``first`` to before ``end``, without a look at all: each forward asks."""
+        listed = self.positions
+        return listed[bisect_left(listed, first) : bisect_left(listed, end)]
 
 
 @checked

@@ -1,30 +1,32 @@
 """Keep what requests asked of an engine until their clients fetch it: hidden states, what hooks did, flags of probes.
 
 The adapters of vLLM and SGLang have one `RequestResults` each; our own server puts all of it into the answer instead.
-A request asks with a plain object (`RequestOptions`). What is wrong with it is its result, and harms nobody else.
+A request asks with a plain object (`RequestOptions`). What is wrong with it is its result, and harms nobody else. The
+functions at the end know what modules of these engines are like; nothing here imports either engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hookline.engines.engine_modules import check_called, check_no_stop, find_sources, never_called
+from torch import nn
+
 from hookline.engines.hidden_states import RequestStates, StateSource
 from hookline.engines.request_options import RequestOptions, remembered, split_key
-from hookline.errors import Hint, HooklineError, HookNameError, OptionError
+from hookline.errors import Hint, HooklineError, HookNameError, NoMatchError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.sites.receipt import cause_around
+from hookline.sites.targets import select
 from hookline.sites.wrappers import submodule
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
-    from hookline.engines.request_hooks import PreparedHooks
+    from hookline.engines.live_hooks import PreparedHooks
     from hookline.engines.session import Session
-
-__all__ = ["RequestResults", "error_to_plain"]
 
 logger = logging.getLogger("hookline.engines")
 
@@ -32,27 +34,40 @@ _MOST_KEPT: Final = 4096
 """Keys under which results wait to be taken."""
 
 
+class BegunRequest(NamedTuple):
+    """What an engine knows of a request when it begins."""
+
+    id: str
+    """The engine's own id, by which rows are found."""
+    name: str
+    """What users call it. No two that run have one; what an earlier one has left under it is dropped."""
+    options: Any
+    """What it asks for, an object or its JSON, see `RequestOptions`; None for nothing."""
+    prompt: int
+    """How many tokens its prompt has."""
+    not_computed: int = 0
+    """How many of them no hook sees."""
+    place: tuple[int, ...] = ()
+    """Where it stands among the answers under one key."""
+
+
 @dataclass(eq=False)
 class _Result:
     """One request, from its beginning until its client has taken what it left."""
 
-    id: str
-    """The engine's own id."""
-    name: str
-    """What users call it."""
-    prompt: int
-    not_computed: int
-    place: tuple[int, ...]
-    """Where it stands among the answers under one key."""
+    request: BegunRequest
     key: str
     states: RequestStates | None = None
     hooks: PreparedHooks | None = None
     error: Exception | None = None
-    has_asked: bool = False
-    """Whether its client asked for something, and so will come for it; others are kept for their flags."""
     has_ended: bool = False
     hook_results: list[dict[str, Any]] = field(default_factory=list)
     flags: list[RequestFlag] = field(default_factory=list)
+
+    @property
+    def has_asked(self) -> bool:
+        """Return whether its client asked for something, and so will come for it; others are kept for their flags."""
+        return self.request.options is not None
 
     @property
     def nbytes(self) -> int:
@@ -96,35 +111,24 @@ class RequestResults:
         """Return the bytes of hidden states that are held."""
         return sum(result.nbytes for results in self._kept.values() for result in results)
 
-    def open(
-        self, id: str, name: str, options: Any, *, prompt: int, not_computed: int = 0, place: tuple[int, ...] = ()
-    ) -> None:
-        """Begin with a request; `options` is what it asks for, None for nothing.
-
-        Args:
-            id: The engine's own id, by which rows are found.
-            name: What users call it. No two that run have one; what an earlier one has left under it is dropped.
-            options: An object, or its JSON; see `RequestOptions`.
-            prompt: How many tokens its prompt has.
-            not_computed: How many of them no hook sees.
-            place: Where it stands among the answers under one key.
-        """
-        self._kept.pop(name, None)
-        has_asked = options is not None
-        result = self._running[id] = _Result(id, name, prompt, not_computed, place, name, has_asked=has_asked)
+    def open(self, request: BegunRequest) -> None:
+        """Begin with a request; what is wrong with its options is its result."""
+        self._kept.pop(request.name, None)
+        result = self._running[request.id] = _Result(request, request.name)
         try:
-            if has_asked:
-                self._begin(result, options)
+            if result.has_asked:
+                self._begin(result)
         except Exception as error:
-            logger.warning("request %r: %s", name, error)
+            logger.warning("request %r: %s", request.name, error)
             self._keep(result)
             self._end(result)
             result.error = error
         self._make_room()
 
-    def _begin(self, result: _Result, options: Any) -> None:
-        key, given = split_key(options)
-        result.key = key or result.name  # first of all: what is wrong with the rest is told under it
+    def _begin(self, result: _Result) -> None:
+        request = result.request
+        key, given = split_key(request.options)
+        result.key = key or request.name  # first of all: what is wrong with the rest is told under it
         asked = RequestOptions.read(given)
         if asked == RequestOptions():
             return
@@ -133,11 +137,11 @@ class RequestResults:
         check_no_stop(asked.hooks)
         session, wanted = self._session, asked.hidden_states
         if wanted is not None:
-            wanted.check(result.prompt)
-            result.states = RequestStates(result.id, wanted, result.prompt, self._sources(wanted.layers, wanted.of))
+            wanted.check(request.prompt)
+            result.states = RequestStates(request.id, wanted, request.prompt, self._sources(wanted.layers, wanted.of))
             session.states.open(result.states)
         if asked.hooks:
-            result.hooks = session.of_requests.prepare(result.id, asked.hooks, self._allow)
+            result.hooks = session.of_requests.prepare(request.id, asked.hooks, self._allow)
             for live in result.hooks.hooks:
                 check_called(session.model, live.spec.target_modules)
             result.hooks.open()
@@ -233,14 +237,14 @@ class RequestResults:
                 f"Nothing is kept for {key!r}: the request did not ask for anything, has not begun, or it was taken or "
                 "dropped."
             )
-        return [self._taken(result) for result in sorted(results, key=lambda each: each.place)]
+        return [self._taken(result) for result in sorted(results, key=lambda each: each.request.place)]
 
     def _taken(self, result: _Result) -> dict[str, Any]:
         self._end(result)
         plain: dict[str, Any] = {
-            "request": result.name,
-            "prompt_tokens": result.prompt,
-            "not_computed": result.not_computed,
+            "request": result.request.name,
+            "prompt_tokens": result.request.prompt,
+            "not_computed": result.request.not_computed,
             "hooks": result.hook_results,
             "flags": [flag.to_plain(stopped=False) for flag in result.flags],
             "states": {},
@@ -290,3 +294,79 @@ def error_to_plain(error: Exception) -> dict[str, str]:
     if isinstance(error, HooklineError):
         text = error.text(dict.fromkeys(Hint, ""))
     return {"type": type(error).__name__, "message": text}
+
+
+# -- modules of vLLM and SGLang ------------------------------------------------------------------------------------
+
+# Their models have three habits: decoder layers return (delta, residual), projections are fused, and tensor parallelism
+# cuts outputs into columns. Classes are known by their names and attributes.
+
+
+def find_sources(model: nn.Module, tp_size: int, layers: Sequence[str], of: str) -> list[StateSource]:
+    """Return the sources that names or globs select; raise if one selects none, or what each worker has a part of.
+
+    A name of transformers that the engine has fused into another (``q_proj`` into ``qkv_proj``) selects that part.
+    """
+    found = dict.fromkeys(source for layer in dict.fromkeys(layers) for source in _sources(model, layer, of))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for source in found:
+        if tp_size > 1 and _is_cut(modules.get(source.module), of):
+            raise OptionError(
+                f"{source.title!r}: each worker has a part of its {of}; ask for o_proj, down_proj, a norm or a block, "
+                "or attach hookline.factories:export, which writes the part of each."
+            )
+    return list(found)
+
+
+def _sources(model: nn.Module, layer: str, of: str) -> Iterator[StateSource]:
+    try:
+        found = select(model, layer)
+    except NoMatchError:
+        head, _, last = layer.rpartition(".")
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        fused = next((name for name, parts in packed.items() if last in parts), None)
+        if fused is None:
+            raise
+        place = list(packed[fused]).index(last)
+        for name, module in select(model, f"{head}.{fused}" if head else fused):
+            title = f"{name.rpartition('.')[0]}.{last}".lstrip(".")
+            yield StateSource(name, of, title, _columns(module, place) if of == "output" else None)
+        return
+    for name, _ in found:
+        yield StateSource(name, of)
+
+
+def _columns(module: nn.Module, place: int) -> tuple[int, int] | None:
+    sizes = [int(size) for size in getattr(module, "output_partition_sizes", None) or ()]
+    return (sum(sizes[:place]), sum(sizes[: place + 1])) if sizes else None
+
+
+def _is_cut(module: nn.Module | None, of: str) -> bool:
+    """Return whether tensor parallelism has cut what a module returns or takes."""
+    kind = type(module).__name__
+    if of == "input":
+        return kind == "RowParallelLinear" and bool(getattr(module, "input_is_parallel", False))
+    return ("ColumnParallel" in kind or kind == "QKVParallelLinear") and not getattr(module, "gather_output", False)
+
+
+def never_called(module: nn.Module | None) -> str | None:
+    """Return why the engine does not call a module of this class; None if it does."""
+    if type(module).__name__ == "ParallelLMHead":
+        return "the engine reads the weights of this module and never calls it; hook 'logits_processor' instead"
+    return None
+
+
+def check_called(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise for a hook on modules of which the engine calls none; beside others, they are told as silent."""
+    causes = [never_called(submodule(model, name.partition(":")[0]) if name else model) for name in names]
+    if causes and all(causes):
+        raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
+
+
+def check_no_stop(specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
+    """Raise for a probe that is to end answers: these engines end theirs by themselves."""
+    for spec in specs:
+        given = vars(spec) if isinstance(spec, HookSpec) else spec
+        is_probe = str(given.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
+        if is_probe and (given.get("config") or {}).get("action") == "stop":
+            raise OptionError("action='stop' ends no answer on this engine; use action='flag', and cancel the request.")

@@ -13,20 +13,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.hidden_states import HiddenStates
-from hookline.engines.live_hooks import Between, LiveHooks, Place, at_once
-from hookline.engines.request_hooks import RequestHooks
+from hookline.engines.live_hooks import Between, LiveHooks, Place, RequestHooks, at_once
 from hookline.factories.request_notes import RequestFlag, read_flags
 from hookline.observe.tokens import Tokens, set_tokens
 from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-__all__ = ["Session"]
-
-
-def _main(module: nn.Module, value: Any) -> Tensor | None:
-    return main_tensor(value)
+    from torch import nn
 
 
 class Session:
@@ -59,7 +52,7 @@ class Session:
         widths: Mapping[str, int] | None = None,
         outputs: Container[str] | None = None,
         inputs: Container[str] | None = None,
-        stream: Any = _main,
+        stream: Any = lambda module, value: main_tensor(value),
     ) -> None:
         self.model = model
         self.live = LiveHooks(model, between, allow=allow, widths=widths)

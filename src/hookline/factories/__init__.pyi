@@ -1,9 +1,9 @@
 """The public names of ``hookline.factories``, each with the module it lives in."""
 
-from hookline.factories.export_files import ActivationDataset as ActivationDataset
-from hookline.factories.export_files import read_export as read_export
+from hookline.factories.exporting import ActivationDataset as ActivationDataset
 from hookline.factories.exporting import export as export
 from hookline.factories.exporting import export_activations as export_activations
+from hookline.factories.exporting import read_export as read_export
 from hookline.factories.probing import ProbeHead as ProbeHead
 from hookline.factories.probing import probe as probe
 from hookline.factories.probing import train_probe as train_probe

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookline.factories")
 
-__all__ = ["CHECK", "ByModule", "FactoryHook", "Observer", "checked", "read_options", "read_tensors", "tried_by"]
-
 _T = TypeVar("_T")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 

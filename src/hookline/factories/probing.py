@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import checked, read_options, tried_by
 from hookline.factories.request_notes import RequestFlag, note_scores
-from hookline.factories.served_batch import TokenOptions, measurable, only_in_stage, running
+from hookline.factories.served_batch import TokenOptions, measurable, running
 from hookline.factories.streaming_stats import ActivationStats
 from hookline.files import replace_file
 from hookline.observe.tokens import current_tokens, serving
@@ -31,8 +31,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.factories.streaming_stats import Gathered, StreamedModule
     from hookline.sites.site_info import Site
-
-__all__ = ["Probe", "ProbeHead", "ProbeOptions", "probe", "train_probe"]
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------
@@ -318,8 +316,7 @@ def probe(config: Mapping[str, Any] | None = None) -> Probe:
     An output that the head does not fit is an error in the forward. A token with NaN or infinity in its score counts as
     one of score 1.
     """
-    options = read_options("probe", ProbeOptions, config)
-    return only_in_stage(Probe, options.phase)(options)
+    return Probe(read_options("probe", ProbeOptions, config))
 
 
 class Probe(ActivationStats):

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hookline.observe.tokens import Tokens
     from hookline.sites.site_info import Site
 
-__all__ = ["ReplaceRows", "ReplaceRowsOptions", "replace_rows", "stream_of", "with_stream"]
-
 
 # -- the residual stream -----------------------------------------------------------------------------------------
 

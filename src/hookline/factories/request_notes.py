@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from hookline.observe.tokens import ChosenTokens, Tokens
 
-__all__ = ["RequestFlag", "merge_flags", "note_scores", "read_flags"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestFlag:

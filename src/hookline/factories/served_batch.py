@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = [
-    "Positions", "Stage", "TokenOptions", "measurable", "only_in_stage", "output_tensor", "running", "shape_of",
-    "tokens_of_batch", "without_padding",
-]  # fmt: skip
-
 Stage: TypeAlias = Literal["both", "prefill", "decode"]
 """The values of the option ``phase``, by which users choose the stage of a served request."""
 Positions: TypeAlias = Literal["all", "last"]

@@ -27,8 +27,6 @@ from hookline.sites.site_info import Site
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Steer", "SteerOptions", "SteerSome", "steer"]
-
 
 @dataclass(frozen=True)
 class SteerOptions(TokenOptions):

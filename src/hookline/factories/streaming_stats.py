@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found, Share
     from hookline.sites.site_info import Site
 
-__all__ = ["ActivationStats", "Gathered", "NanAlarm", "StreamedModule", "activation_stats", "nan_alarm"]
-
 logger = logging.getLogger("hookline.factories.activation_stats")
 alarm_logger = logging.getLogger("hookline.factories.nan_alarm")
 

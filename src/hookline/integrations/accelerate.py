@@ -17,7 +17,7 @@ from hookline.error_policy import warn_user
 from hookline.errors import OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
-from hookline.integrations.host_manager import HostLogSink, check_report_to
+from hookline.integrations.host_run import HostLogSink, check_report_to
 from hookline.load import needed_package
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink

@@ -13,9 +13,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hookline.errors import LifecycleError, NoMatchError
-from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.integrations.follow import Follow, follow
-from hookline.integrations.host_manager import HostLogSink, check_report_to
+from hookline.integrations.host_run import HostLogSink, check_report_to
+from hookline.integrations.loop_events import FirstStep, find_model, find_optimizers
 from hookline.training.ranks import averaging_model
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class FabricCallback:
         except NoMatchError:
             return False  # of something else
         hooks, sinks, options = self._given
-        own = [*(sinks or ()), *([HostLogSink(self._log)] if self._reports else [])]
+        log = HostLogSink(lambda metrics, step: self._fabric.log_dict(metrics, step=step))
+        own = [*(sinks or ()), *([log] if self._reports else [])]
         loader = options.get("loader", first.loader)
         scaler = getattr(getattr(self._fabric.strategy, "precision", None), "scaler", None)
         given = {"scaler": scaler, **options, "loader": loader}
@@ -98,9 +99,6 @@ class FabricCallback:
             self._run.load_state_dict(self._loaded)
         first.hand_over(self._run)
         return True
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        self._fabric.log_dict(metrics, step=step)
 
     @property
     def run(self) -> Follow:

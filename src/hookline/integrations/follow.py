@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
-from hookline.integrations.host_manager import check_options
-from hookline.integrations.host_run import HostRun
+from hookline.integrations.host_run import HostRun, check_options
 from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.messages import type_name
 from hookline.phases import ENTERED

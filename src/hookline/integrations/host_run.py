@@ -1,50 +1,57 @@
 """Drive a `HookManager` from the events of a host: of a trainer that owns the loop.
 
-The adapters of ``hookline.integrations`` call `HostRun` at each event. It moves a `Run` on, as the loops do, so that
-hooks see the same contexts everywhere; it never trains, and leaves the host's run as it is, bit for bit.
+The adapters of ``hookline.integrations`` call `HostRun` at each event; callbacks of trainers derive from
+`HostCallback`, which holds one. It moves a `Run` on, as the loops do, so that hooks see the same contexts everywhere;
+it never trains, and leaves the host's run as it is, bit for bit.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from hookline.distributed.ranks import rank_count
 from hookline.error_policy import warn_user
 from hookline.errors import LifecycleError, OptionError
-from hookline.integrations.host_manager import (
-    HostLogSink,
-    check_options,
-    close_notes,
-    host_facts,
-    make_manager,
-    open_notes,
-)
-from hookline.messages import type_name
+from hookline.integrations.resources import ResourcesHook
+from hookline.lifecycle.manager import HookManager
+from hookline.messages import type_name, unknown_name_text
 from hookline.phases import in_phase
+from hookline.records.sink import MetricSink, Record
+from hookline.records.values import mean, number, numbers, step_axis, values_in
+from hookline.runs.build import ALWAYS, Built, build
+from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
+from hookline.training.loops import LoopResult
 from hookline.training.ranks import warn_of_join
-from hookline.training.run import Run, Schedule
-from hookline.training.state import Passes
+from hookline.training.run import GradientRetention, Run, Schedule
+from hookline.training.state import GuardedState, Passes
 from hookline.tree import map_tensors
 from hookline.when import HookPoint, growing_interval
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
-    from hookline.lifecycle.manager import HookManager
     from hookline.lifecycle.ranks import OneProcess
+    from hookline.specs.hook_spec import HookSpec
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+_RECORDER: Final = "flight_recorder"
+_STEPS_TO_FLUSH: Final = 100
 _NO_PHASE: Final = nullcontext()
 _TRAINING: Final = in_phase("train")
 
@@ -120,7 +127,9 @@ class HostRun:
         self.manager, self.specs = make_manager(hooks, sinks, run_file, manager, loop, options)
         by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
         self._loop = loop or self.manager.plan.loop_type or by_steps
-        self._snapshots = _snapshot_steps(self._loop, snapshot_every)
+        usual = SnapshotSteps(1) if self._loop == "epoch" else SnapshotSteps(10, grows=True)
+        given = None if snapshot_every is None else SnapshotSteps(whole_number("snapshot_every", snapshot_every, 0))
+        self._snapshots = given or usual
         if self._loop == "step" and self._snapshots.every:
             for hook in self.manager.hooks.values():
                 hook.look_at_reports(self._snapshots)
@@ -131,7 +140,6 @@ class HostRun:
         self._open = ExitStack()
         self._pending: Mapping[str, Any] | None = None
         self._began = 0.0
-        self._accumulate = 1
         self._epoch, self._stretch = _Epoch.NONE, _Stretch.NONE
         self.in_step = False
         """Whether a step has begun that is not over."""
@@ -139,13 +147,12 @@ class HostRun:
         """Of the step that was made last."""
         self._phase: AbstractContextManager[None] = _NO_PHASE
         self._phase_of_steps: AbstractContextManager[None] = _TRAINING
-        self._wants_previous = self._wants_mean = False
+        self._wants_gradients = False
+        """Whether the gradients of each step are needed later: their mean, or those of the step before."""
         self._is_looked_at = False
         """Whether a hook looks at the end of the step that is being made; decided when it begins."""
-        self._held: _Gradients = []
-        """Those of the step, which the host clears before it ends the step."""
-        self._previous: _Gradients = []
-        """Copies of those of the step before, if the next step needs them."""
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        """The gradients of the step, which the host clears before it ends the step."""
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -190,6 +197,7 @@ class HostRun:
             warn_user(sentence)
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
         run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
+        self._retention = run.retention = HostRetention(experiment, manager, run.guarded)
         run.has_loss = "loss_fn" in experiment.capabilities
         with ExitStack() as opened:
             opened.callback(manager.fan_out.release_log)  # another Trainer may go on with the folder
@@ -199,12 +207,9 @@ class HostRun:
 
                 opened.callback(register_hooks(model, self.specs).remove)
             self.run, self._open = run, opened.pop_all()
-        self._accumulate = experiment.accumulate
         self._phase_of_steps = _TRAINING if tells_phase else _NO_PHASE
         self._stretch, self._loss = _Stretch.NONE, None
-        self._wants_previous, self._wants_mean = manager.needs_prev_step_grads(), manager.needs_grad_accumulation()
-        if self._wants_previous:  # there is no step before the first
-            self._previous = [(parameter, None) for parameter in experiment.model.parameters()]
+        self._wants_gradients = manager.needs_prev_step_grads() or manager.needs_grad_accumulation()
         self._notes.begin(host_facts(run.model, experiment.optimizer, context))
         self._began = time.perf_counter()
         if self._pending is not None:
@@ -237,7 +242,7 @@ class HostRun:
 
     def _conclude(self, run: Run, error: BaseException | None) -> None:
         self.run, self._epoch, self.in_step = None, _Epoch.NONE, False
-        self._held, self._previous = [], []
+        self._held = []
         close_notes(self._notes, run, time.perf_counter() - self._began, error)
 
     def note(self, **facts: Any) -> None:
@@ -322,14 +327,12 @@ class HostRun:
         if self._loop == "step" and self._snapshots.every and self._stretch is _Stretch.NONE:
             self._stretch = _Stretch.BEGUN
             run.begin_stretch(self._snapshots.next(manager.global_step + 1))
-        with _shown(self._previous):
-            run.begin_step(batch)
-        self._previous = []
-        run.batch_idx = run.done * self._accumulate if batch_idx is None else batch_idx
+        run.begin_step(batch)
+        run.batch_idx = run.done * run.experiment.accumulate if batch_idx is None else batch_idx
         run.done += 1
         self.in_step = True
         due = manager.plan.may_fire(manager.global_step, HookPoint.POST_STEP)
-        self._is_looked_at = due or self._wants_previous or self._wants_mean
+        self._is_looked_at = due or self._wants_gradients
         if self._loop == "epoch":
             run.fire(HookPoint.PRE_STEP)
         self._change_phase(self._phase_of_steps)
@@ -363,13 +366,16 @@ class HostRun:
         self._change_phase(_NO_PHASE)
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()
-        held, self._held = self._held, []
-        with _shown([(parameter, grad) for parameter, grad in held if parameter.grad is None]):
+        held, self._held = [(one, grad) for one, grad in self._held if one.grad is None], []
+        for parameter, grad in held:
+            parameter.grad = grad
+        try:
             run.take_result(StepResult(loss, trained))
             run.fire(HookPoint.POST_STEP)
-            if self._wants_previous and self.manager.plan.needs("needs_prev_step_grads", step=run.step + 1):
-                # Copies, since the host may clear them in place.
-                self._previous = [(one, _copy_of(one.grad)) for one in run.experiment.model.parameters()]
+            self._retention.keep_for(run.step + 1)
+        finally:
+            for parameter, _ in held:
+                parameter.grad = None
         self._loss = loss
         if self._stretch is not _Stretch.NONE:
             self._stretch = _Stretch.STEPPED
@@ -427,9 +433,7 @@ class HostRun:
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """Return the state of hooks, schedules, sinks and sums; of ``all_ranks`` if every rank calls it with that."""
-        run = self._running("state_dict")
-        held = {place: grad for place, (_, grad) in enumerate(self._previous) if grad is not None}
-        return _save_state(run, held, within=self.in_epoch, all_ranks=all_ranks)
+        return _save_state(self._running("state_dict"), within=self.in_epoch, all_ranks=all_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
@@ -441,10 +445,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        held = _load_state(run, state, step)
-        if self._wants_previous:
-            parameters = enumerate(run.experiment.model.parameters())
-            self._previous = [(one, held[place].to(one.device) if place in held else None) for place, one in parameters]
+        _load_state(run, state, step)
         self._epoch, self.in_step = _Epoch.NONE, False
         if self._loop == "step" and self._snapshots.every:
             is_between = run.step < 0 or self._snapshots.is_due(run.step)
@@ -482,12 +483,6 @@ class SnapshotSteps:
 
     def _interval(self, step: int) -> int:
         return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
-
-
-def _snapshot_steps(loop: str, every: int | None) -> SnapshotSteps:
-    if every is not None:
-        return SnapshotSteps(whole_number("snapshot_every", every, 0))
-    return SnapshotSteps(1) if loop == "epoch" else SnapshotSteps(10, grows=True)
 
 
 def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:
@@ -547,60 +542,62 @@ class HostSchedule(Schedule):
             super().step(per, loss)
 
 
-_Gradients: TypeAlias = list[tuple[nn.Parameter, Tensor | None]]
+class HostRetention(GradientRetention):
+    """Copy the gradients of a step when it ends: the host clears them before the next begins."""
 
+    def __init__(self, experiment: Experiment, manager: HookManager, guarded: GuardedState) -> None:
+        super().__init__(experiment, manager, guarded)
+        self._kept: dict[str, Tensor] | None = {} if self._may_need_previous else None
+        """Those of the step before; of the first step, none."""
 
-class _shown:
-    """Put these gradients into ``.grad`` for as long as the block lasts."""
+    def keep_for(self, step: int) -> None:
+        """Copy the gradients that there are now, if a hook needs them in the next step, which is ``step``."""
+        if self._may_need_previous and self._manager.plan.needs("needs_prev_step_grads", step=step):
+            self._kept = self._gradients.copy()
 
-    # A class, as every step enters two: 1 µs, and 3 as a generator.
-    def __init__(self, gradients: _Gradients) -> None:
-        self._others = gradients
+    def begin_step(self, position: int) -> None:
+        """Show the gradients of the step before in this one."""
+        self.previous, self._kept = self._kept, None
 
-    def __enter__(self) -> None:
-        self._own = [(parameter, parameter.grad) for parameter, _ in self._others]
-        for parameter, grad in self._others:
-            parameter.grad = grad
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know, between two steps, without copying."""
+        return {**super().state_dict(), "previous": self._kept}
 
-    def __exit__(self, *exc_info: object) -> None:
-        for parameter, grad in self._own:
-            parameter.grad = grad
-
-
-def _copy_of(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.detach().clone()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        super().load_state_dict(state)
+        self._kept = state["previous"] or self._kept
 
 
 # -- the state of a run, for the host's checkpoint -----------------------------------------------------------------
 
 # Everything in it is plain or a tensor, so that any checkpoint can hold it. Hosts write the dictionary of rank 0 alone,
 # and every rank loads that: it may have the states of all.
-_STATE_PARTS: Final = ("loop", "run", "manager", "gradients", "held", "ranks")
+_STATE_PARTS: Final = ("loop", "run", "manager", "gradients", "ranks")
 _AWAY: Final = "\x1faway"
 """The key of a tensor that was not on the CPU: each rank puts it on its own device."""
 
 
-def _save_state(run: Run, held: Mapping[int, Tensor], *, within: bool, all_ranks: bool) -> dict[str, Any]:
+def _save_state(run: Run, *, within: bool, all_ranks: bool) -> dict[str, Any]:
     """Return the state of ``run``.
 
     Args:
         run: The run.
-        held: The gradients that are kept for the next step, by the place of their parameter.
         within: Whether an epoch has begun and is not over.
         all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
     """
     ranks = run.manager.output.ranks
 
     def make() -> dict[str, Any]:
-        return _portable(
-            {
-                "loop": run.loop,
-                "run": run.state_dict(within=within),
-                "manager": run.manager.state_dict(),
-                "gradients": run.retention.state_dict(),
-                "held": dict(held),
-            }
-        )
+        state = {
+            "loop": run.loop,
+            "run": run.state_dict(within=within),
+            "manager": run.manager.state_dict(),
+            "gradients": run.retention.state_dict(),
+        }
+        # Tensors that any rank can read: parts of sharded ones, on the CPU.
+        found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
+        return found
 
     own: dict[str, Any] = {}
     if all_ranks and not ranks.is_single:  # what fails on one, fails on all
@@ -622,8 +619,8 @@ def _check_state(state: Mapping[str, Any], loop: str) -> None:
         )
 
 
-def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
-    """Load this rank's part of ``state``, and return the gradients that were kept.
+def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
+    """Load this rank's part of ``state``.
 
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
@@ -638,7 +635,6 @@ def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
             "schedules follow the run."
         )
         manager.global_step = step - 1
-    return state["held"]
 
 
 def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
@@ -661,12 +657,6 @@ def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
     return found
 
 
-def _portable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with tensors that any rank can read: parts of sharded ones, on the CPU."""
-    found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
-    return found
-
-
 def _to_cpu(tensor: Tensor) -> Any:
     return tensor.detach() if tensor.device.type == "cpu" else {_AWAY: tensor.detach().cpu()}
 
@@ -678,3 +668,291 @@ def _at_home(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     found = map_dicts(state, lambda one: one[_AWAY].to(device) if _AWAY in one else None)
     placed: dict[str, Any] = place_parts(found, parameters)
     return placed
+
+
+# -- the manager of a run ------------------------------------------------------------------------------------
+
+# What a run file says of training itself (experiment, seed, device) is the host's to decide, and is passed over.
+
+
+def make_manager(
+    hooks: Iterable[Any] | str | None,
+    sinks: Iterable[Any] | None,
+    run_file: str | Path | None,
+    manager: HookManager | None,
+    loop: str | None,
+    options: dict[str, Any],
+) -> tuple[HookManager, list[HookSpec]]:
+    """Return the manager that was given, or one that is made of everything else; and hooks for modules of the model."""
+    if loop not in (None, "epoch", "step"):
+        raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
+    options = {name: value for name, value in options.items() if value is not None}
+    if manager is not None:
+        others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
+        _check_manager(manager, [f"{name}=" for name, value in others.items() if value is not None])
+        return manager, []
+    built = _built(run_file)
+    given = list(hooks) if isinstance(hooks, list | tuple | set | frozenset) else [] if hooks is None else [hooks]
+    listed = [*built.hooks, *given]
+    if not _has(ALWAYS, listed):
+        listed = [ALWAYS, *listed]
+    if options.get("log") is not None:
+        listed = with_recorder(listed)
+    made = built.make_manager(
+        [*(hook for hook in listed if not isinstance(hook, str)), ResourcesHook()],
+        hook_names=[hook for hook in listed if isinstance(hook, str)],
+        sinks=[*built.make_sinks(), *(sinks or ())],
+        loop_type=loop,
+        **{"flush_every": _STEPS_TO_FLUSH, **options},
+    )
+    return made, built.specs
+
+
+def _built(run_file: str | Path | None) -> Built:
+    """Return what a run file names; it is read by what takes 0.4 s to import."""
+    if run_file is None:
+        return Built()
+    from hookline.runs.read import read_file
+
+    return build(read_file(run_file))
+
+
+def with_recorder(hooks: Iterable[Any]) -> list[Any]:
+    """Return the hooks of a run with a log: it has one too that writes the last steps when something happens."""
+    listed = list(hooks)
+    return listed if _has(_RECORDER, listed) else [*listed, _RECORDER]
+
+
+def _has(name: str, hooks: Iterable[Any]) -> bool:
+    return any(name == (hook if isinstance(hook, str) else getattr(hook, "name", "")) for hook in hooks)
+
+
+def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> None:
+    """Raise if one is not an option of a manager.
+
+    Args:
+        options: What an adapter was given beyond its own parameters.
+        adapters: The adapter, and those that it hands options on to; their parameters are named in the error too.
+    """
+    taken = dict.fromkeys(name for one in (*adapters, HookManager) for name in inspect.signature(one).parameters)
+    known = [name for name in taken if name not in ("hook_names", "loop_type", "options")]
+    for name in options:
+        if name in ("every", "on", "stats"):
+            raise OptionError(f"{name}= belongs to the watch: hooks=[hookline.watch(model, {name}=...)].")
+        if name not in known:
+            raise OptionError(f"There is no option {name}= here.{unknown_name_text(name, known)}")
+
+
+def _check_manager(manager: Any, given: list[str]) -> None:
+    if not isinstance(manager, HookManager):
+        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
+    if given:
+        raise OptionError(
+            f"manager= has its hooks and sinks already, and {', '.join(given)} was given beside it. Next: give them to "
+            "the manager."
+        )
+
+
+# -- the logger of a host -----------------------------------------------------------------------------------
+
+
+def check_report_to(report_to: str | None, host: str) -> None:
+    """Raise if ``report_to`` is neither ``"sinks"`` nor what this host calls its own logger."""
+    if report_to not in ("sinks", host):
+        raise OptionError(f"report_to= is 'sinks' or {host!r}; got {report_to!r}. W&B's own sink goes into sinks=.")
+
+
+class HostLogSink(MetricSink):
+    """Give every number to the logger of a host; a list becomes its mean, and text is left out.
+
+    Args:
+        log: Takes the numbers of one step, and the step.
+        per_step: Call it once for each step. False: once for each record, with the mean over its steps, for hosts that
+            log at their current step only.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], None], *, per_step: bool = True) -> None:
+        self._log = log
+        self._per_step = per_step
+
+    def write(self, record: Record) -> None:
+        """Log the numbers of ``record``."""
+        rows: dict[int, dict[str, list[float]]] = {}
+        last = step_axis(record)
+        for name, value, step in values_in(record):
+            single = number(value)
+            if single is None:
+                several = numbers(value)
+                name, single = f"{name}_mean", mean(several) if several else None
+            if single is not None:
+                rows.setdefault(step if self._per_step else last, {}).setdefault(name, []).append(single)
+        for step in sorted(rows):
+            self._log({name: mean(values) for name, values in rows[step].items()}, step)
+
+
+# -- run.json -------------------------------------------------------------------------------------------------
+
+
+def open_notes(manager: HookManager, context: Mapping[str, Any], *, is_own: bool) -> RunNotes:
+    """Return what writes ``run.json`` beside the log of a run, as ``hookline run`` does; nothing where there is no log.
+
+    Args:
+        manager: Has the log. It is opened in the folder of the run, where a sink writes there too and no other log was
+            asked for.
+        context: What hooks and sinks are told of the run.
+        is_own: Whether the manager was made for this run; one that was given is its maker's to describe.
+    """
+    fan_out = manager.fan_out
+    if is_own and "run_dir" in context and not all(isinstance(each, HostLogSink) for each in fan_out.sinks):
+        try:
+            fan_out.open_log(Path(context["run_dir"]) / LOG)
+        except OptionError as error:  # a Trainer that was interrupted in the same notebook has it open
+            warn_user(f"This run has no log, and no page: {error}")
+    log = fan_out.log
+    if not is_own or log is None or log.name != LOG:
+        return RunNotes(Path(), manager, [], is_written=False)
+    return RunNotes(log.parent, manager, fan_out.sinks)
+
+
+def host_facts(model: nn.Module, optimizer: Any, context: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``run.json`` says of a run when it begins."""
+    first = next(model.parameters(), torch.empty(0))
+    return {
+        "experiment": context.get("experiment_name") or Path(sys.argv[0]).stem or "run",
+        "path": sys.argv[0],
+        "strategy": STRATEGY,
+        "command": [sys.executable, *sys.argv],
+        "config": arguments_by_name(sys.argv[1:]),
+        "optimizer": type(optimizer).__name__,
+        "ranks": rank_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(first.device),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "model": model_facts(model),
+    }
+
+
+def close_notes(notes: RunNotes, run: Run, seconds: float, error: BaseException | None) -> None:
+    """Write how a run ended, and which hooks have not fired."""
+    notes.add(silent=_why_silent(run.manager))
+    status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    loss = None if run.loss is None else float(run.loss)
+    notes.end(
+        status, seconds, result=LoopResult(run.num_epochs, run.step + 1, stopped_early=False, loss=loss), error=error
+    )
+
+
+def _why_silent(manager: HookManager) -> dict[str, str]:
+    """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
+    plan = manager.plan
+    told = {*manager.hooks.errors, *plan.left_out}
+    found = {}
+    for name in (name for name in manager.hooks if not manager.hooks.fired[name] and name not in told):
+        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
+        found[name] = f"it is due at {' and '.join(due)}"
+    return found
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return the name of the script in a command: of the first Python file, of the module, or of the program."""
+    for place, word in enumerate(command):
+        if word.endswith(".py"):
+            return Path(word).stem
+        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
+            return command[place + 1].rpartition(".")[2]
+    return Path(command[0]).name
+
+
+def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a script by name, so that those of two runs can be compared.
+
+    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp"])`` is ``{"lr": "1e-3", "amp": True}``.
+
+    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag are
+    together the ``arguments``.
+    """
+    found: dict[str, Any] = {}
+    name = "arguments"
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals else True
+        else:
+            found[name] = word if found.get(name, True) is True else f"{found[name]} {word}"
+    return found
+
+
+# -- callbacks of trainers -------------------------------------------------------------------------------------
+
+
+class HostCallback:
+    """Hold the `HostRun` of a trainer; a derived class translates the events of the trainer into calls on it."""
+
+    _logs_per_step = True
+    """Whether the trainer can log numbers of earlier steps."""
+
+    def __init__(
+        self,
+        hooks: Iterable[Any] | str | None = None,
+        *,
+        sinks: Iterable[Any] | None = None,
+        report_to: str = "sinks",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_report_to(report_to, "trainer")
+        has_own = options.get("run_file") is not None or options.get("manager") is not None
+        if hooks is None and not has_own:
+            raise OptionError(
+                "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
+                "class; or run_file=, or manager=."
+            )
+        if options.get("manager") is None:
+            check_options(options, HostRun)
+        self._reports = report_to == "trainer"
+        log = HostLogSink(self._log, per_step=self._logs_per_step) if self._reports else None
+        if sinks is None and not (self._reports or has_own):
+            sinks = [JSONLSink()]  # metrics would go nowhere else
+        self._make_host = partial(HostRun, hooks, sinks=sinks, report_to=log, **options)
+        self._trainer: Any = None
+        self._attached = ExitStack()
+
+    @cached_property
+    def _host(self) -> HostRun:
+        """The run, made when it is first asked for: then ranks are known, and only rank 0 opens sinks."""
+        return self._make_host()
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a run is under way; to ask makes none, as one is not for an evaluation alone."""
+        return "_host" in vars(self) and self._host.is_running
+
+    @property
+    def manager(self) -> HookManager:
+        """The manager of the hooks: their metrics, errors and costs."""
+        return self._host.manager
+
+    def close(self) -> None:
+        """End the run if the trainer failed without saying so, and close the sinks. May be called again."""
+        self._end()
+        if "_host" in vars(self):
+            self._host.close()
+
+    def _attach_to(self, trainer: Any, callbacks: Iterable[Any]) -> None:
+        """Remember who calls; its checkpoint has one file for the state of hooks, so it takes one callback."""
+        count = sum(isinstance(each, HostCallback) for each in callbacks)
+        if count > 1:
+            raise OptionError(
+                f"The Trainer has {count} HooklineCallbacks, or one twice, and takes one. Next: put all hooks into "
+                "one: HooklineCallback([first, second])."
+            )
+        self._trainer = trainer
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._attached.close()
+        if self._is_running:
+            self._host.end_run(error)
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        """Hand metrics to the loggers of the trainer."""
+        raise NotImplementedError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.error_policy import warn_user
-from hookline.integrations.host_callback import HostCallback
+from hookline.integrations.host_run import HostCallback
 from hookline.load import needed_package
 from hookline.phases import phase
 from hookline.sites.functions.wrapped import wrapped
@@ -206,7 +206,7 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
         given = (batch, 0) if _takes_two(module.training_step) else (batch,)
         with ExitStack() as dropped:  # what it logs: an intervention is no step of the run
             for name in ("log", "log_dict"):
-                dropped.callback(wrapped(module, name, _do_nothing))
+                dropped.callback(wrapped(module, name, lambda *_, **__: None))
             output = trainer.strategy.training_step(*given)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
@@ -214,10 +214,6 @@ class HooklineCallback(HostCallback, Callback):  # type: ignore[misc]  # mypy do
     def _log(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step=step)
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _takes_two(step: Callable[..., Any]) -> bool:

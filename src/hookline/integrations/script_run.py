@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
-from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, error_of_process, follow
-from hookline.integrations.host_manager import command_name, with_recorder
+from hookline.integrations.host_run import command_name, with_recorder
+from hookline.integrations.loop_events import find_model, find_scaler
 from hookline.plain import to_plain
 from hookline.runs.build import build
 from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
@@ -31,7 +31,7 @@ from hookline.specs.apply_specs import register_hooks
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.integrations.first_step import FirstStep
+    from hookline.integrations.loop_events import FirstStep
     from hookline.runs.build import Built
     from hookline.runs.run import Run
 
@@ -59,7 +59,7 @@ def begin_script(optimizer: Any, first: FirstStep, began: float) -> bool:
     except NoMatchError as error:
         _note("failed", str(error))
         return False
-    for path in _notes(f"{os.getpid()}.*failed"):  # of an optimizer before this one
+    for path in Path(os.environ["HOOKLINE_RUN_NOTES"]).glob(f"{os.getpid()}.*failed"):  # of one before it
         path.unlink()
     folder = None
     try:
@@ -158,7 +158,3 @@ def _note(what: str, text: str) -> None:
     folder = Path(os.environ["HOOKLINE_RUN_NOTES"])
     if folder.is_dir():
         (folder / f"{os.getpid()}.{next(_NUMBERS)}.{what}").write_text(text, encoding="utf-8")
-
-
-def _notes(pattern: str) -> list[Path]:
-    return list(Path(os.environ["HOOKLINE_RUN_NOTES"]).glob(pattern))

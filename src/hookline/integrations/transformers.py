@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline import checkpoint_file
 from hookline.error_policy import warn_user
 from hookline.errors import LifecycleError
-from hookline.integrations.host_callback import HostCallback
+from hookline.integrations.host_run import HostCallback
 from hookline.load import needed_package
 from hookline.sites.functions.wrapped import wrapped
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hookline.engines.hidden_states import StatesOfLayer
     from hookline.factories.request_notes import RequestFlag
 
-__all__ = ["Event", "Finished", "GenerationRequest", "Length", "Reason", "Sampling", "Temperature", "Token"]
-
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 
 _LIMIT: Final = 1 << 31

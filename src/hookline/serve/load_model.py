@@ -19,8 +19,6 @@ from hookline.errors import ConfigError, MissingPackageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["load", "make_empty"]
-
 _LOCAL: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -18,10 +18,8 @@ from hookline.serve.row_batch import NO_TOKEN, ChosenToken
 
 if TYPE_CHECKING:
     from hookline.engines.hidden_states import RequestStates
-    from hookline.engines.request_hooks import PreparedHooks
+    from hookline.engines.live_hooks import PreparedHooks
     from hookline.engines.session import Session
-
-__all__ = ["RequestRow", "TextStream", "Ticket"]
 
 logger = logging.getLogger("hookline.serve.serving_engine")
 
@@ -110,10 +108,6 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _ignore(event: Event) -> None:
-    """Take an event that nobody waits for."""
-
-
 class RequestRow:
     """A request that waits or runs; it alone knows how far its answer is, and how it ends."""
 
@@ -149,13 +143,8 @@ class RequestRow:
         return self._ending is not None or self.error is not None
 
     @property
-    def last(self) -> int:
-        """Return the token that goes into the next forward."""
-        return self.answer[-1]
-
-    @property
     def position(self) -> int:
-        """Return the position of that token in the sequence of prompt and answer."""
+        """Return the position of its last token in the sequence of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.answer) - 1
 
     def open(self, session: Session) -> None:
@@ -224,7 +213,7 @@ class RequestRow:
             self._tell(Finished(self.finished, states, *counts, hooks=hooks, flags=tuple(self._flags)))
         else:
             self._tell(Finished(self.finished, None, *counts, error=self.error))
-        self._on_event = _ignore  # whoever still has this row must not keep the answer, with its hidden states
+        self._on_event = lambda event: None  # who still has this row must not keep the answer, with its hidden states
 
     def _tell(self, event: Event) -> None:
         try:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from hookline.serve.generation_request import GenerationRequest
     from hookline.serve.request_row import RequestRow
 
-__all__ = ["NO_TOKEN", "BatchForward", "ChosenToken", "RowBatch", "choose"]
-
 
 class BatchForward:
     """Call a causal language model of ``transformers`` with the arguments that its signature allows."""
@@ -109,7 +107,7 @@ class RowBatch:
 
     def decode(self) -> Tensor:
         """Run the last token of every row; return logits (rows, vocabulary)."""
-        ids, firsts = [[row.last] for row in self.rows], [row.position for row in self.rows]
+        ids, firsts = [[row.answer[-1]] for row in self.rows], [row.position for row in self.rows]
         table = Tokens.padded([row.request.id for row in self.rows], ids, firsts, "decode")
         self.width += 1
         return self._forward.run(table, ids, [[position] for position in firsts], self._mask(), self._cache)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from hookline.engines.request_options import StatesWanted
 
-__all__ = ["ServedModel"]
-
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 """What configurations call the number of positions."""
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -64,6 +62,7 @@ class ServedModel:
         self._states = {source: torch.empty_like(states[0], device="meta") for source, states in found.items()}
         """What each source of hidden states has for one token, without the numbers."""
         self._sources = remembered(self._find_sources)
+        self._asked = remembered(self._ask)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -93,16 +92,21 @@ class ServedModel:
     def row(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> RequestRow:
         """Return a row for a request; raise for a prompt, an answer or hidden states that the model cannot have."""
         self._check(request)
-        states = None if request.states is None else self._states_of(request, request.states)
+        states = None
+        if request.states is not None:
+            prompt = len(request.prompt_ids)
+            sources, most = self._asked(request.states, prompt, prompt + max(request.max_tokens, 1) - 1)
+            states = RequestStates(request.id, request.states, prompt, sources, most)
         return RequestRow(request, on_event, tokenizer=self.tokenizer, end_tokens=self._end_tokens, states=states)
 
-    def _states_of(self, request: GenerationRequest, wanted: StatesWanted) -> RequestStates:
-        prompt = len(request.prompt_ids)
-        end = prompt + max(request.max_tokens, 1) - 1  # the last token of an answer is run by no forward
+    def _ask(self, wanted: StatesWanted, prompt: int, end: int) -> tuple[list[StateSource], int]:
+        """Return the sources of what is wanted, and the most bytes that it can come to.
+
+        Forwards run the tokens before ``end``: not the last one of an answer.
+        """
         wanted.check(prompt, end - 1)
         sources, count = self._sources(wanted), len(wanted.places(0, end, prompt))
-        most = sum(count * self._states[source].nbytes for source in sources)
-        return RequestStates(request.id, wanted, prompt, sources, most)
+        return sources, sum(count * self._states[source].nbytes for source in sources)
 
     def _find_sources(self, wanted: StatesWanted) -> list[StateSource]:
         """Return the sources that a request asks for, each once; raise if there is none for a name."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import torch
 
+from hookline.engines.live_hooks import at_once
 from hookline.engines.session import Session
 from hookline.errors import EngineBusy, EngineClosed, OptionError
 from hookline.serve.generation_request import Event, GenerationRequest
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hookline.engines.live_hooks import LiveHooks
-
-__all__ = ["Engine", "Ticket"]
 
 logger = logging.getLogger("hookline.serve.serving_engine")
 
@@ -140,7 +139,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._run, name="hookline-engine", daemon=True)
                 self._thread.start()
                 # Before the interpreter ends: a thread inside torch would crash the process.
-                atexit.register(self._close, 0.0, _EXIT_S)
+                atexit.register(self.close, 0.0, patience_s=_EXIT_S)
 
     @property
     def is_running(self) -> bool:
@@ -249,18 +248,15 @@ class Engine:
                 self._acts.append((act, future))
                 self._changed.notify_all()
                 return future
-        _do(act, future)
-        return future
+        return at_once(act, future)
 
-    def close(self, drain_s: float = 30.0) -> None:
+    def close(self, drain_s: float = 30.0, *, patience_s: float | None = None) -> None:
         """Refuse new requests, finish those that were accepted, then remove hooks and flush them.
 
         Args:
             drain_s: After so many seconds, those that are not finished are cancelled.
+            patience_s: How long to wait for the end; None waits for it.
         """
-        self._close(drain_s)
-
-    def _close(self, drain_s: float, patience_s: float | None = None) -> None:
         with self._changed:
             self._is_closing = True
             self._deadline = min(self._deadline, time.monotonic() + drain_s)
@@ -315,7 +311,7 @@ class Engine:
         if time.monotonic() >= self._deadline:
             for ticket in self._tickets:
                 ticket.cancel()
-        self._loop.leave_cancelled()
+        self._loop.let_go()
         with self._changed:
             gone = [row for row in self._waiting if row.cancelled]
             self._waiting = [row for row in self._waiting if row not in gone]
@@ -331,7 +327,7 @@ class Engine:
         with self._changed:
             acts, self._acts = self._acts, deque()
         for act, future in acts:
-            _do(act, future)
+            at_once(act, future)
 
     def _abandon(self, error: str) -> None:
         """End all requests that are left."""
@@ -345,7 +341,7 @@ class Engine:
             self._is_over = True
         self._do_acts()
         self._session.close()
-        atexit.unregister(self._close)
+        atexit.unregister(self.close)
 
 
 class EngineLoop:
@@ -415,14 +411,11 @@ class EngineLoop:
             before = len(row.answer)
             row.take(choice, flags.get(row.request.id, ()))
             self.counts["answer_tokens"] += len(row.answer) - before
-        self._let_go(batch)
+        self.let_go(batch)
 
-    def leave_cancelled(self) -> None:
-        """Release the rows that were cancelled."""
-        self._let_go(self._batch)
-
-    def _let_go(self, batch: RowBatch) -> None:
-        """Release the rows that are over or cancelled."""
+    def let_go(self, batch: RowBatch | None = None) -> None:
+        """Release the rows that are over or cancelled; of those that run if no other batch is given."""
+        batch = batch or self._batch
         rows = batch.rows
         goes = [row.is_over or row.cancelled for row in rows]  # read once: any thread may cancel
         try:
@@ -454,12 +447,3 @@ class EngineLoop:
             self.end(row, f"{type(error).__name__}: {error}")
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
-
-
-def _do(act: Callable[[], T], future: Future[T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(act())
-    except BaseException as error:
-        future.set_exception(error)

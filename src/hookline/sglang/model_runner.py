@@ -10,15 +10,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.sglang.server_args import ServerArgs
+from hookline.sglang.server_args import ABOUT_HOOKS, ServerArgs
 from hookline.sites.handle import HandleSet
 from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,9 @@ class ModelRunner:
         """
         if self._is_initialized:
             return
-        args = _as_args(self.server_args)
+        args = self.server_args
+        if not isinstance(args, ServerArgs):  # any object that has these settings
+            args = ServerArgs(**{name: getattr(args, name) for name in ABOUT_HOOKS if hasattr(args, name)})
         if args.enable_hooks and not args.hooks:
             logger.warning("enable_hooks=True but no 'hooks' specified in server_args")
         specs = args.hook_specs()
@@ -90,14 +90,3 @@ class ModelRunner:
 
     def __repr__(self) -> str:
         return f"<ModelRunner of {type(self.model).__name__}, {len(self.hook_handles)} hooks>"
-
-
-def _as_args(given: Any) -> ServerArgs:
-    """Return the three settings about hooks of `given`, any object that has them."""
-    if isinstance(given, ServerArgs):
-        return given
-    return ServerArgs(
-        enable_hooks=getattr(given, "enable_hooks", False),
-        hooks=getattr(given, "hooks", None),
-        forward_hooks=getattr(given, "forward_hooks", None),
-    )

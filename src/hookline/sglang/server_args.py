@@ -21,11 +21,10 @@ from hookline.plain import own_copy
 if TYPE_CHECKING:
     from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["ServerArgs"]
-
 logger = logging.getLogger(__name__)
 
-_OWN: Final = ("enable_hooks", "hooks", "forward_hooks")
+ABOUT_HOOKS: Final = ("enable_hooks", "hooks", "forward_hooks")
+"""The settings that are hookline's."""
 
 
 class ServerArgs(SimpleNamespace):
@@ -72,7 +71,7 @@ class ServerArgs(SimpleNamespace):
         given = {"hooks": _listed("hooks", hooks), "forward_hooks": _listed("forward_hooks", forward_hooks)}
         super().__init__(enable_hooks=enable_hooks, **given, **others)
         for key in others:
-            if meant := suggest(key, _OWN, cutoff=0.85):
+            if meant := suggest(key, ABOUT_HOOKS, cutoff=0.85):
                 logger.warning("server_args has %r, which is not about hooks%s", key, meant)
 
     @classmethod

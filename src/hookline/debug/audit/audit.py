@@ -28,9 +28,9 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.guard.digest import SWITCH, RunDigest, changed, run_digest
 from hookline.guard.guard import TorchSwitches
 from hookline.guard.rng import RandomStates, kept_rng, restart_hook_stream
-from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_run import can_count_steps
+from hookline.integrations.loop_events import FirstStep, find_model, find_optimizers
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry

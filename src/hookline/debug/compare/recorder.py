@@ -24,7 +24,7 @@ from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.trace_files import TracePlace, TraceRecord, TraceWriter
 from hookline.distributed.shards import arrived, placed
 from hookline.errors import HooklineWarning
-from hookline.factories.export_files import can_store
+from hookline.factories.exporting import can_store
 from hookline.factories.served_batch import measurable
 from hookline.messages import caller_stacklevel, nearest_names
 from hookline.sites.targets import name_matcher

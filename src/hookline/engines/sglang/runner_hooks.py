@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from hookline.engines.engine_modules import check_no_stop
 from hookline.engines.live_hooks import LiveHook, finite_metrics
 from hookline.engines.request_options import RequestOptions
-from hookline.engines.request_results import RequestResults
+from hookline.engines.request_results import BegunRequest, RequestResults, check_no_stop
 from hookline.engines.session import Session
 from hookline.error_policy import error_text
 from hookline.errors import OptionError
@@ -32,8 +31,6 @@ from hookline.factories.served_batch import tokens_of_batch
 from hookline.files import replace_file
 from hookline.observe.tokens import Tokens
 from hookline.specs.hook_spec import HookSpec
-
-__all__ = ["AROUND_CAPTURE", "CAN_RUN_GRAPH", "RUNNER", "SglangHooks", "hooks_of_runner", "install"]
 
 logger = logging.getLogger("hookline.engines.sglang")
 
@@ -126,7 +123,7 @@ class SglangHooks:
         """Note a request of the forward that begins; if it asked for something, it has so many tokens now."""
         options = self._asked.pop(rid, None)
         if options is not None:
-            self._results.open(rid, rid, options, prompt=tokens)
+            self._results.open(BegunRequest(rid, rid, options, tokens))
         if options is not None or rid in self._seen:
             self._seen[rid] = self.steps
 

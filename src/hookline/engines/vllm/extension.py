@@ -13,16 +13,15 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
-from hookline.engines.engine_modules import check_called, check_no_stop, never_called
 from hookline.engines.live_hooks import LiveHook, Origin
 from hookline.engines.request_options import ClientHook
-from hookline.engines.request_results import RequestResults, error_to_plain
+from hookline.engines.request_results import RequestResults, check_called, check_no_stop, error_to_plain, never_called
 from hookline.engines.session import Session
-from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_taps, choose_way
-from hookline.engines.vllm.start_options import StartOptions, wrap
+from hookline.engines.vllm.start_options import TAP, StartOptions, wrap
 from hookline.engines.vllm.step_tokens import RequestBook, tokens_after_model, tokens_of_step
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
@@ -31,8 +30,6 @@ from hookline.observe.tokens import Tokens, set_tokens
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["HookExtension", "WorkerHooks", "watch_loading"]
 
 logger = logging.getLogger("hookline.engines.vllm")
 
@@ -116,6 +113,100 @@ def _hooks_of(worker: Any) -> WorkerHooks:
             ) from error
         worker.__dict__["_hookline_hooks"] = found
     return found
+
+
+# -- what kind of engine it is, and in which way hooks fire in it: read from attributes of vLLM's configuration ----
+
+Way = Literal["eager", "on_demand", "tapped"]
+"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; in compiled code."""
+
+TESTED_VERSIONS: Final = ("0.32.0",)
+"""Versions of vLLM that `make test-vllm` has run."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a worker knows of its engine."""
+
+    version: str
+    is_compiled: bool
+    graphs: str
+    """``"none"``, ``"piecewise"`` or ``"full"``: which forwards are replayed as CUDA graphs."""
+    runner: str
+    """``"V1"`` or ``"V2"``: which of vLLM's two model runners."""
+    rank: int
+    tp_size: int
+    """Into how many parts tensor parallelism cuts outputs."""
+    is_staged: bool = False
+    """Whether pipeline stages have a part of the layers each."""
+    is_split_at_taps: bool = False
+    """Whether the compiled graph is split at taps, so that CUDA graphs of its pieces leave them out."""
+
+    @classmethod
+    def of(cls, worker: Any) -> EngineFacts:
+        """Return the facts of a worker of vLLM."""
+        config = worker.vllm_config
+        compilation = config.compilation_config
+        return cls(
+            version=str(getattr(sys.modules.get("vllm"), "__version__", "unknown")),
+            is_compiled=bool(int(compilation.mode or 0)),
+            graphs=_graphs(getattr(compilation, "cudagraph_mode", None)),
+            runner="V2" if getattr(worker, "use_v2_model_runner", False) else "V1",
+            rank=int(worker.rank),
+            tp_size=int(getattr(config.parallel_config, "tensor_parallel_size", 1)),
+            is_staged=int(getattr(config.parallel_config, "pipeline_parallel_size", 1)) > 1,
+            is_split_at_taps=TAP in (getattr(compilation, "splitting_ops", None) or ()),
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the facts as ``hookline_describe`` shows them."""
+        names = ("rank", "tp_size", "version", "runner", "graphs", "notes")
+        return {**{name: getattr(self, name) for name in names}, "compiled": self.is_compiled}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know before trusting hooks in this engine."""
+        found = []
+        if self.version.split("+")[0] not in TESTED_VERSIONS:
+            found.append(
+                f"hookline was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {self.version}: compare the "
+                "hidden states of one prompt with transformers before you trust them"
+            )
+        if self.runner == "V2":
+            found.append("the V2 model runner is supported from its sources and untested")
+        if self.graphs != "none":
+            found.append("CUDA graphs are supported from the sources and untested")
+        return found
+
+
+def choose_way(facts: EngineFacts) -> Way:
+    """Return how hooks fire; raise where no way is left."""
+    if facts.graphs == "full":  # a replayed CUDA graph calls no Python: a hook would be silent, and nobody be told
+        raise OptionError(
+            "This engine replays whole forwards as CUDA graphs, where no module is called and no hook can fire. Start "
+            """it with --enforce-eager, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+        )
+    if facts.is_staged:
+        raise OptionError("This engine has pipeline stages, of which none has all layers; hooks need one stage.")
+    return "on_demand" if facts.is_compiled else "eager"
+
+
+def check_taps(facts: EngineFacts, taps: Sequence[str]) -> None:
+    """Raise if taps were asked for, and would be silent in this engine."""
+    if taps and facts.graphs == "piecewise" and not facts.is_split_at_taps:
+        raise OptionError(
+            f"CUDA graphs replay no tap unless the graph is split there. Start the engine with engine_options(taps=…), "
+            f"or add {TAP!r} to splitting_ops of --compilation-config, after vLLM's own."
+        )
+
+
+def _graphs(mode: Any) -> str:
+    """Return which CUDA graphs an engine replays, by the value of its ``cudagraph_mode``."""
+    if mode is None or getattr(mode, "name", str(mode)) == "NONE":
+        return "none"
+    has_full = getattr(mode, "has_full_cudagraphs", None)
+    is_full = has_full() if callable(has_full) else "FULL" in str(getattr(mode, "name", mode))
+    return "full" if is_full else "piecewise"
 
 
 # -- the hooks of one worker ------------------------------------------------------------------------------------
@@ -242,7 +333,7 @@ class WorkerHooks:
             for id in ended:
                 self.results.close(id)
             for each in begun:
-                self.results.open(**each._asdict())
+                self.results.open(each)
         except Exception as error:
             self.results.give_up("which requests a step begins could not be read", error)
 

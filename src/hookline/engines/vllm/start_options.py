@@ -21,8 +21,6 @@ from hookline.engines.request_options import CHECKED, checked, without_nulls
 from hookline.errors import OptionError
 from hookline.specs.hook_spec import option_errors
 
-__all__ = ["EXTENSION", "TAP", "StartOptions", "engine_options", "register", "wrap"]
-
 EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
 """What ``--worker-extension-cls`` takes."""
 _HOOKS: Final = "HOOKLINE_VLLM_HOOKS"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor
 
+from hookline.engines.request_results import BegunRequest
 from hookline.observe.tokens import Tokens
-
-__all__ = ["BookedRequest", "RequestBook", "client_id", "place_among_answers", "tokens_after_model", "tokens_of_step"]
 
 _RANDOM_END: Final = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM adds to the id that a client gave, so that no two requests have the same."""
@@ -60,23 +59,6 @@ def tokens_after_model(table: Tokens) -> Tokens:
     return Tokens(table.requests, (1,) * len(table.requests), firsts, table.phases, keys=table.keys)
 
 
-class BookedRequest(NamedTuple):
-    """What is known of one request when it begins."""
-
-    id: str
-    """The engine's own id."""
-    name: str
-    """What users call it: the id that the client gave; the engine's own if another running request has that name."""
-    prompt: int
-    """How many tokens its prompt has."""
-    not_computed: int
-    """How many of them were taken from the prefix cache, where no hook sees them."""
-    options: Any
-    """``extra_args["hookline"]`` of its sampling parameters, as it came."""
-    place: tuple[int, int]
-    """Where it stands among the answers to one body (`place_among_answers`)."""
-
-
 class RequestBook:
     """The requests that are running."""
 
@@ -88,7 +70,7 @@ class RequestBook:
         self._names: dict[str, str] = {}
         """What users call each running request, by the engine's own id."""
 
-    def note(self, scheduled: Any) -> tuple[list[BookedRequest], list[str]]:
+    def note(self, scheduled: Any) -> tuple[list[BegunRequest], list[str]]:
         """Return the requests that begin with the step ``scheduled``, and the ids of those that have ended."""
         finished = getattr(scheduled, "finished_req_ids", ())
         ended = [each for each in finished if self._names.pop(each, None) is not None]
@@ -105,7 +87,7 @@ class RequestBook:
         self._names[id] = id if wanted in self._names.values() else wanted
         return self._names[id]
 
-    def _booked(self, new: Any) -> BookedRequest:
+    def _booked(self, new: Any) -> BegunRequest:
         tokens = new.prompt_token_ids
         prompt = len(tokens) if tokens is not None else int(getattr(new, "prompt_len", 0))
         cached = min(int(new.num_computed_tokens), prompt)
@@ -113,7 +95,7 @@ class RequestBook:
         self.prompt_tokens += prompt
         self.not_computed += cached
         name = self._new_name(new.req_id)
-        return BookedRequest(new.req_id, name, prompt, cached, extra.get("hookline"), place_among_answers(name))
+        return BegunRequest(new.req_id, name, extra.get("hookline"), prompt, cached, place_among_answers(name))
 
 
 def client_id(request_id: str) -> str:

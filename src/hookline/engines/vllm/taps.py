@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from hookline.engines.live_hooks import Place
 
-__all__ = ["Taps"]
-
 logger = logging.getLogger("hookline.engines.vllm")
 
 

@@ -17,8 +17,6 @@ from hookline import errors
 from hookline.engines.hidden_states import StatesOfLayer
 from hookline.errors import HooklineError, HookNameError, OptionError
 
-__all__ = ["RequestAnswer", "VllmHooks", "check_answers", "merge_hooks", "merge_metrics", "merge_results"]
-
 _Found = list[dict[str, Any]]  # `VllmHooks` has a method of that name
 _Answer = Mapping[str, Any]
 

@@ -74,7 +74,7 @@ def _wait_for_a_step() -> None:
     """Follow the script from its first step on."""
     _note("torch")
     try:
-        from hookline.integrations.first_step import FirstStep
+        from hookline.integrations.loop_events import FirstStep
     except ImportError as error:
         _note("failed", f"{sys.executable} cannot import hookline: {error}. Next: install it there.")
         return

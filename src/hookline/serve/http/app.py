@@ -21,12 +21,10 @@ from hookline import __version__
 from hookline.serve.http.error_answers import ERRORS, Refused, add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import NAMED, ChatFormat, CompletionFormat, Generation
 from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths, LiveHookPaths
-from hookline.serve.http.request_bodies import ChatBody, CompletionBody, GenerationBody
+from hookline.serve.http.request_bodies import ChatBody, CompletionBody
 from hookline.serve.http.request_gate import Gate, Settings
 from hookline.serve.serving_engine import Engine
 from hookline.sites.find import find
-
-__all__ = ["Serving", "make_app", "make_hook_app"]
 
 T = TypeVar("T")
 
@@ -89,7 +87,9 @@ class _Routes(LiveHookPaths):
         """Answer a conversation, as OpenAI's chat completions; with `hooks`, add the hidden states of the answer."""
         return await self._generate(http, body, name or f"chatcmpl-{uuid.uuid4().hex}", ChatFormat)
 
-    async def _generate(self, http: HttpRequest, body: GenerationBody, id: str, form: type[CompletionFormat]) -> Any:
+    async def _generate(
+        self, http: HttpRequest, body: CompletionBody | ChatBody, id: str, form: type[CompletionFormat]
+    ) -> Any:
         generation = Generation(http, body, id, await body.requests(self.serving, self.settings, id))
         made = form(id, body, self.serving, self.settings.model_name)
         return await generation.run(self.serving.ready(), made, self.settings.allow_requests)

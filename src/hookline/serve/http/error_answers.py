@@ -18,17 +18,6 @@ from fastapi.responses import Response
 from hookline.errors import EngineBusy, EngineClosed, Hint, HooklineError, HookNameError, NotAllowedError
 from hookline.specs.hook_spec import error_of_faults, fault_to_tell
 
-__all__ = [
-    "ERRORS",
-    "Refused",
-    "add_exception_handlers",
-    "error_body",
-    "json_response",
-    "refusal_from_error",
-    "refused_response",
-    "to_json",
-]
-
 _TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -105,17 +94,13 @@ def _refusal_from_validation(faults: Sequence[Mapping[str, Any]], kind: type | N
     if first["loc"][0] == "header":
         return Refused(400, f"The header {first['loc'][1]} is not taken: {first['msg']}.", param=first["loc"][1])
     parts = [part for part in first["loc"] if part != "body"]
-    place = [*parts[:1], *filter(_is_of_body, parts[1:])]
+    # Other texts name the type that pydantic tried.
+    place = [*parts[:1], *(part for part in parts[1:] if isinstance(part, int) or part.isidentifier())]
     if not place and "error" not in first.get("ctx", {}):
         text = "The body is a JSON object with Content-Type: application/json; see /openapi.json for its keys."
         return Refused(400, text, param="$")
     error = error_of_faults([{**first, "loc": place}], kind)
     return Refused(400, error.text(dict.fromkeys(Hint, ""))[:_LONGEST], param=".".join(["$", *map(str, place[:1])]))
-
-
-def _is_of_body(part: str | int) -> bool:
-    """Return whether a part of the place of a fault is in the body; others name the type that pydantic tried."""
-    return isinstance(part, int) or part.isidentifier()
 
 
 # -- exceptions of routes ------------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ from hookline.serve.serving_engine import Engine
 if TYPE_CHECKING:
     from hookline.serve.http.app import Serving
 
-__all__ = ["NAMED", "ChatFormat", "CompletionFormat", "Generation", "base64_data"]
-
 T = TypeVar("T")
 
 NAMED: Final = "X-Request-Id"

@@ -1,8 +1,8 @@
-"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread.
+"""Attach, list and remove hooks over HTTP, between two forwards; and write the page of their metrics.
 
 `HookPaths` has the routes; `LiveHookPaths` asks the `LiveHooks` of our engine, and the endpoints of another engine its
-workers. A spec that comes over HTTP is not trusted: its factory has to be on the allow-list, its paths in the export
-folder.
+workers. `Metrics` is the page in Prometheus' format, of the engine, its hooks and HTTP.
+A spec that comes over HTTP is not trusted: its factory has to be on the allow-list, its paths in the export folder.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.engines.request_hooks import ready_name
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from hookline.engines.live_hooks import ready_name
 from hookline.engines.request_options import ClientHook
 from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.serve.http.error_answers import Refused, json_response
-from hookline.serve.http.metrics_page import HookFigures, Metrics
 from hookline.serve.http.request_gate import Settings
 
 if TYPE_CHECKING:
     from hookline.serve.http.app import Serving
-
-__all__ = ["PATIENCE_S", "HookPaths", "LiveHookPaths"]
 
 logger = logging.getLogger("hookline.serve")
 
@@ -165,3 +165,85 @@ class LiveHookPaths(HookPaths):
     async def metrics(self) -> Mapping[str, Mapping[str, float]]:
         """Return what the hooks measure; clients may ask as often as they like."""
         return await self.serving.on_engine(self.serving.ready().hooks.metrics)
+
+
+# -- the page of metrics -------------------------------------------------------------------------------------------
+
+_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Of a request that generates, in seconds; prometheus_client's own end at 10."""
+
+_NOW: Final = frozenset(
+    {"requests_waiting", "requests_running", "captured_bytes_reserved", "captured_bytes_limit", "hooks"}
+)
+"""Counts of an engine that are of the moment; others only grow."""
+
+HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
+"""A live hook as ``GET /hooks`` shows it, and its own metrics."""
+
+
+class Metrics:
+    """Hold the registry, and write the page.
+
+    Recipe: ``metrics.page(engine.counts(), [])``.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self.seconds = Histogram(
+            "hookline_http_request_duration_seconds",
+            "From the first byte of a request to the last of its answer",
+            ["method", "route", "status"],
+            registry=self._registry,
+            buckets=_BUCKETS,
+        )
+        """Of every request; `Gate` observes it."""
+        self._now: list[Any] = []
+        """The families of the moment."""
+        self._registry.register(self)
+        self.content_type = str(CONTENT_TYPE_LATEST)
+        """The media type of the page."""
+
+    def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
+        """Return the text."""
+        self._now = [*_engine_families(counts), *_hook_families(hooks)]
+        return bytes(generate_latest(self._registry))
+
+    def collect(self) -> Iterator[Any]:
+        """Yield what the registry asks for beside its histogram."""
+        yield from self._now
+
+
+def _family(name: str, words: str, *, grows: bool, **options: Any) -> Any:
+    return (CounterMetricFamily if grows else GaugeMetricFamily)(f"hookline_{name}", words, **options)
+
+
+def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
+    for name, value in sorted(counts.items()):
+        words = f"{name.replace('_', ' ')} of the engine, {'now' if name in _NOW else 'since its start'}"
+        yield _family(f"engine_{name}", words, grows=name not in _NOW, value=float(value))
+
+
+_OF_HOOKS: Final = (
+    ("fired", "How often the hook ran", True),
+    ("errors", "How often the hook raised", True),
+    ("off", "1 if the hook is switched off because it raised", False),
+    ("cost_us", "Microseconds of the host that one run takes, on average", False),
+)
+
+
+def _hook_families(hooks: Sequence[HookFigures]) -> Iterator[Any]:
+    labels = ("hook", "name", "factory")
+    named = [((hook["id"], hook["name"], hook["hook_factory"]), hook, metrics) for hook, metrics in hooks]
+    for field, words, grows in _OF_HOOKS:
+        family = _family(f"hook_{field}", words, grows=grows, labels=labels)
+        for values, hook, _ in named:
+            if hook[field] is not None:
+                family.add_metric(values, float(hook[field]))
+        yield family
+    words = "What the hook itself measures since it was attached: a stat of a module, or of all if module is empty"
+    found = _family("hook_metric", words, grows=False, labels=(*labels, "module", "stat"))
+    for values, _, metrics in named:
+        for metric, value in metrics.items():
+            module, slash, stat = metric.partition("/")  # a metric of the hook as a whole has no module
+            found.add_metric((*values, *((module, stat) if slash else ("", metric))), float(value))
+    yield found

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hookline.serve.http.app import Serving
     from hookline.serve.http.request_gate import Settings
 
-__all__ = ["ChatBody", "CompletionBody", "GenerationBody"]
-
 _LIMIT: Final = 1 << 31
 _MOST_KEYS: Final = 64
 """Of one object; the largest body that there is has half as many. Without a bound, 300 000 unknown keys of a body
@@ -97,10 +95,6 @@ class GenerationBody(Sampling, _Body):
     hooks: RequestOptions = RequestOptions()
     """Hidden states and hooks of this request. (Not of OpenAI.)"""
 
-    async def requests(self, serving: Serving, settings: Settings, id: str) -> list[GenerationRequest]:
-        """Return the requests to the engine, one for each answer: of the first prompt ``n``, then of the second, …"""
-        raise NotImplementedError
-
     def _check(self, settings: Settings, prompts: int = 1) -> None:
         """Raise for another model and for too many answers, before work goes into the prompts."""
         if self.model not in (None, settings.model_name):
@@ -141,7 +135,7 @@ class CompletionBody(GenerationBody):
     """Log-probabilities of the chosen tokens, and of so many of the likeliest."""
 
     async def requests(self, serving: Serving, settings: Settings, id: str) -> list[GenerationRequest]:
-        """Return ``n`` requests for each prompt."""
+        """Return the requests to the engine, one for each answer: of the first prompt ``n``, then of the second, …"""
         given: Any = self.prompt
         given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         self._check(settings, len(given))

@@ -21,8 +21,6 @@ from hookline.errors import OptionError
 from hookline.local_access import bearer_token, is_local_name, is_same_token
 from hookline.serve.http.error_answers import Refused, refused_response
 
-__all__ = ["AT_THE_END", "Gate", "Settings"]
-
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
 _PIECE: Final = 1 << 18
@@ -112,8 +110,10 @@ class Gate:
         finally:
             for act in scope.get(AT_THE_END, ()):
                 act()
+            # Methods that there are, and the route as it is declared: no client can invent new series of metrics.
             method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
-            self._seconds.labels(method, _route(scope), str(status)).observe(time.perf_counter() - start)
+            route = str(getattr(scope.get("route"), "path", "other"))
+            self._seconds.labels(method, route, str(status)).observe(time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -213,8 +213,3 @@ def _route_path(scope: Scope) -> str:
     """Return the path that routes are chosen by: without that of a mount or a proxy (``--root-path``), if it has it."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
-
-
-def _route(scope: Scope) -> str:
-    """Return the route as it is declared, so that no client can invent new series of metrics."""
-    return str(getattr(scope.get("route"), "path", "other"))

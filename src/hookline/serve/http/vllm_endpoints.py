@@ -31,8 +31,6 @@ from hookline.serve.http.generation_routes import base64_data
 from hookline.serve.http.hook_routes import HookPaths
 from hookline.serve.http.request_gate import Settings
 
-__all__ = ["HookEndpoints", "WorkerCalls", "endpoint_settings"]
-
 logger = logging.getLogger("hookline.engines.vllm")
 
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
