@@ -42,28 +42,6 @@ from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules, unwrap, walk
 from hookline.tree import main_tensor
 
-__all__ = [
-    "TRACKERS",
-    "ActivationFeeder",
-    "AttachesItself",
-    "BackwardHookBuilder",
-    "ComponentBackwardHookSpec",
-    "ComponentContext",
-    "ComponentHookSpec",
-    "GradientFeeder",
-    "HookBuilder",
-    "ParameterFeeder",
-    "PolicyAutoBuilder",
-    "TrackerFeeder",
-    "attach_fisher_information_hooks",
-    "attach_gradient_flow_hooks",
-    "attach_relu_activation_hooks",
-    "attach_relu_gradient_flow_hooks",
-    "attach_saturated_activation_hooks",
-    "build_extractor",
-    "parameters_in",
-]  # fmt: skip
-
 
 class ComponentContext:
     """Hold what a run shares with its hooks: the trackers, by name.

@@ -24,11 +24,6 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel
 from hookline.observe.host_values import countable, fetch, outside_inference, unit_axis
 
-__all__ = [
-    "ComponentTracker", "FisherInformationState", "GradientFlowState", "ReLUActivationState", "ReLUGradientFlowState",
-    "SaturatedActivationState", "Tracker", "as_number", "check_activation",
-]  # fmt: skip
-
 _LOCK: Final = threading.RLock()
 """Held while a tracker's state changes: two threads may run one model (0.1 µs). One for all, since a lock among the
 attributes would keep a tracker from being copied."""

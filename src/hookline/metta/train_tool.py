@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from hookline.metta.builders import BackwardHookBuilder, HookBuilder
     from hookline.training.loops import LoopResult
 
-__all__ = ["StatsReporter", "TrainTool", "Trainer", "compute_dead_neuron_stats", "compute_saturated_activation_stats"]
-
 
 def compute_dead_neuron_stats(policy: nn.Module, threshold: float = 1e-6) -> dict[str, float]:
     """Return the share of neurons of linear layers whose weights are all but zero.

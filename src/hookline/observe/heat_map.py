@@ -19,8 +19,6 @@ from hookline.messages import type_name
 from hookline.observe.host_values import countable
 from hookline.tables import ColourScale, ShownAsTable, Table, legend, line, picture
 
-__all__ = ["HeatMap", "heat_maps_of"]
-
 _MAX_ROWS: Final = 64
 _MAX_COLUMNS: Final = 120
 """Pixels of a picture: 10 kB of text at most."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from hookline.sites import _torch
 
-__all__ = ["countable", "fetch", "on_host", "outside_inference", "unit_axis"]
-
 
 def fetch(tensors: Iterable[Tensor]) -> list[list[Any]]:
     """Return the numbers of each tensor, flat, by one transfer for all that share a device and a dtype."""

@@ -20,8 +20,6 @@ from hookline.errors import OptionError
 from hookline.sites import _torch
 from hookline.sites.roles import find_roles
 
-__all__ = ["GIVE_ROWS", "TokenAxes", "index_text", "parse_index"]
-
 GIVE_ROWS: Final = "Give rows: of one prompt, index=5 is token 5. A unit is index=(..., 5)."
 """What to do about a fault that `TokenAxes` finds."""
 

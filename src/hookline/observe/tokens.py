@@ -31,8 +31,6 @@ from torch import Tensor
 
 from hookline.sites import _torch
 
-__all__ = ["ChosenTokens", "Tokens", "current_tokens", "sent_to_host", "serving", "set_tokens"]
-
 
 @dataclass(frozen=True, eq=False)
 class Tokens:

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from hookline.report.metric_series import Curve, LayerPlace, RunSeries
 
-__all__ = ["LossHistory", "count_judged", "find_anomalies", "may_be_cross_entropy", "tell_findings"]
-
 _DEAD: Final = 0.99
 """Share of zeros from which a layer counts as dead. ReLU alone leaves about half."""
 _EXPLODED: Final = 100.0

@@ -23,8 +23,6 @@ from hookline.records.values import values_in
 from hookline.report.metric_series import as_float, shown_names
 from hookline.report.report_runs import FACTS, LOG, distinct_names, find_runs, read_runs
 
-__all__ = ["LoadedRun", "load_run", "load_runs"]
-
 _BEFORE: Final = -1
 """The step of what was recorded before the first step."""
 _OWN: Final = ("step", "epoch")

@@ -17,11 +17,6 @@ from numpy.typing import NDArray
 
 from hookline.records.sink import Record, StepSeries
 
-__all__ = [
-    "KINDS", "MISSING", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float",
-    "layer_places", "newest_points", "shown_names",
-]  # fmt: skip
-
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
 

@@ -38,11 +38,6 @@ from hookline.report.report_runs import (
     read_runs,
 )
 
-__all__ = [
-    "JudgedRun", "Packer", "WrittenPage", "fill_template", "judge", "packed_runs", "thin", "whole_page", "write_page",
-    "write_report",
-]  # fmt: skip
-
 _SCRIPTS: Final = (
     "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",
     "facts.js", "compare.js", "metrics.js", "layers.js", "live.js", "page.js",

@@ -23,11 +23,6 @@ from hookline.records.log import Context, Entry, read_log
 from hookline.records.sink import Record
 from hookline.tables import Table, number_text
 
-__all__ = [
-    "FACTS", "FLIGHT_FILE", "FLIGHT_FORMAT", "FLIGHT_VERSION", "LOG", "RunData", "distinct_names", "find_runs",
-    "minutes_before", "read_bad_steps", "read_runs",
-]  # fmt: skip
-
 LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
 FACTS: Final = "run.json"

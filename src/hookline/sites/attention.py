@@ -28,8 +28,6 @@ from torch.overrides import TorchFunctionMode
 from hookline.errors import UnhookableError
 from hookline.sites.compiled import recompile_guard
 
-__all__ = ["PARTS", "AttentionPart", "hooked_parts", "parts_of"]
-
 PARTS: Final = ("q", "k", "v", "pattern", "z", "attn_out")
 """Queries, keys and values as the attention function gets them, (batch, heads, tokens, width); how much each token
 looks at each, (batch, heads, tokens, tokens); what each head reads, (batch, heads, tokens, width); and what it adds to

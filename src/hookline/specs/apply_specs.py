@@ -37,8 +37,6 @@ from hookline.specs.hook_spec import HookSpec, resolve_callable
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
 
-__all__ = ["ErrorHandlingHook", "call_factory", "close_hook", "close_hooks", "find_sites", "hooks_of", "register_hooks"]
-
 logger = logging.getLogger("hookline.specs.hook_spec")
 """Named after the file that users know."""
 

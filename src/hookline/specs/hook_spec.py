@@ -35,8 +35,6 @@ from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
-__all__ = ["KINDS", "HookSpec", "error_of_faults", "fault_to_tell", "option_errors", "resolve_callable"]
-
 _ON_FUNCTION: Final = "function_"
 _UNKNOWN_KEY: Final = "unexpected_keyword_argument"
 

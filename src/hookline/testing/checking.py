@@ -41,8 +41,6 @@ from hookline.training.loops import epoch_loop, step_loop
 from hookline.tree import map_tensors, tensors_of
 from hookline.when import HookPoint
 
-__all__ = ["Finding", "HookCheck", "check_hook", "left_by", "small_experiment"]
-
 _CHECKS: Final = {
     "declared": (
         "A manager takes the hook: its methods take what they are given, and its points exist",

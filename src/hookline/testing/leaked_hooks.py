@@ -12,8 +12,6 @@ from hookline.debug.diagnose.doctor import FoundHook, hooks_by_module, hooks_of_
 from hookline.errors import HooksLeftError
 from hookline.messages import counted
 
-__all__ = ["HookLedger"]
-
 
 class HookLedger:
     """The hooks that there were when it was made; `check` raises for those that came since."""

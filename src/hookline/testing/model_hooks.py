@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["HOOK_CALLS", "dummy_hook_factory"]
-
 HOOK_CALLS: list[dict[str, Any]] = []
 """One entry for each call: ``module_type``, ``tag`` and ``shape``. A test clears it before it begins."""
 

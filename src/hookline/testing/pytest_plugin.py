@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["no_leaked_hooks"]
-
 
 @pytest.fixture
 def no_leaked_hooks(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module], nn.Module]]:

@@ -38,8 +38,6 @@ from hookline.messages import type_name
 from hookline.phases import phase
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["Audit", "Culprit", "Difference", "audit", "did_nothing"]
-
 _NEXT_REPEATABLE: Final = (
     "Next: let train_fn build its model, optimizer and data inside, and seed all that draws "
     "(torch, NumPy, Python, its own generators); on a GPU, torch.use_deterministic_algorithms(True)."

@@ -25,8 +25,6 @@ from hookline.sites.site_info import Site
 from hookline.tables import ShownAsTable, Table
 from hookline.tree import leaves, map_tensors
 
-__all__ = ["Bisection", "BisectionTrial", "bisect"]
-
 _HEALED: Final = 0.02
 """The end is healed if no more than this part of its error is left, or what is left is rounding."""
 

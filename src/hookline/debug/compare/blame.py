@@ -12,8 +12,6 @@ from typing import Final
 from hookline.debug.compare.key import Pair, ValueKey, names_around
 from hookline.tables import THE_MODEL
 
-__all__ = ["Blame", "find_blame"]
-
 _INPUTS: Final = "the inputs"
 _LOSS: Final = "the loss"
 _OPTIMIZER: Final = "the optimizer"

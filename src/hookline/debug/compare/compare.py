@@ -20,8 +20,6 @@ from hookline.debug.compare.unshard import DimsOption, unshard
 from hookline.debug.compare.values import Run, RunSource, read_run
 from hookline.errors import CompareError, OptionError
 
-__all__ = ["compare"]
-
 
 def compare(
     a: RunSource,

@@ -29,8 +29,6 @@ from hookline.messages import caller_stacklevel
 from hookline.observe.watch.kernel import is_available, kernel_types, on_device
 from hookline.observe.watch.pending import PendingTensors
 
-__all__ = ["DeviceFingerprints", "FoundNumbers", "fingerprint_on_cpu"]
-
 EIGHTS: Final = 251
 COLUMNS: Final = 8 * EIGHTS
 ROWS: Final = 32

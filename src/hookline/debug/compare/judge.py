@@ -19,11 +19,6 @@ from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 from hookline.sites.targets import name_matcher
 
-__all__ = [
-    "ALLOWED", "AllowedErrors", "NoiseFloors", "RoundingModel", "judge", "noise_floors", "parse_thresholds",
-    "unseen_below", "verdict_on",
-]  # fmt: skip
-
 # -- rounding ------------------------------------------------------------------------------------------------------
 
 _UNITS: Final = {

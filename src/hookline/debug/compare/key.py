@@ -17,11 +17,6 @@ from hookline.tables import THE_MODEL
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BACKWARD", "KINDS", "PARAMETERS", "UNSURE", "WITHIN", "WRONG", "Fingerprint", "MeshPlacement", "Pair", "RowKey",
-    "RowKeys", "TensorErrors", "Value", "ValueKey", "Values", "names_around",
-]  # fmt: skip
-
 KINDS: Final = ("output", "input", "output_grad", "input_grad", "parameter", "param_grad")
 """What a value is of: what a module returns or takes, gradients of these, a parameter, its gradient."""
 PARAMETERS: Final = ("parameter", "param_grad")

@@ -17,8 +17,6 @@ from torch import Tensor
 from hookline.debug.compare.key import BACKWARD, Fingerprint, Pair, TensorErrors, Value
 from hookline.errors import TraceError
 
-__all__ = ["exceeds_tolerance", "first_difference", "left_by_cancellation", "measure", "sketch_errors", "tensor_errors"]
-
 _BLOCK: Final = 1 << 17
 """Entries at a time: two blocks and their difference are 3 MB in float64, near the cache of a core."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

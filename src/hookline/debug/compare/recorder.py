@@ -29,8 +29,6 @@ from hookline.factories.served_batch import measurable
 from hookline.messages import caller_stacklevel, nearest_names
 from hookline.sites.targets import name_matcher
 
-__all__ = ["Names", "TraceMoment", "TraceRecorder"]
-
 Names: TypeAlias = bool | str | tuple[str, ...] | list[str]
 """Whose tensors are stored: True for all, or names and globs of sites."""
 _MOST_RECORDS: Final = 4096

@@ -21,8 +21,6 @@ from hookline.files import replace_file
 from hookline.plain import to_plain
 from hookline.tables import THE_MODEL, ColourScale, ShownAsTable, Table, line
 
-__all__ = ["Comparison", "write_page"]
-
 _MAX_ROWS: Final = 40
 _MAX_LISTED: Final = 8
 _MAX_MISSING: Final = 3

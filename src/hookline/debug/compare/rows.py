@@ -17,8 +17,6 @@ from torch import Tensor
 from hookline.debug.compare.key import RowKey, RowKeys, Value, ValueKey, Values
 from hookline.errors import OptionError
 
-__all__ = ["RowTable", "as_row_keys", "by_rows", "packed_rows", "padded_rows"]
-
 _COLUMNS: Final = "it has a column for each token, and those are padded in another way"
 
 

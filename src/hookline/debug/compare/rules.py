@@ -23,8 +23,6 @@ from hookline.debug.compare.values import Run, by_key
 from hookline.sites.targets import name_matcher
 from hookline.tables import THE_MODEL
 
-__all__ = ["DEFAULT_RULES", "FusedRule", "Gaps", "PairRule", "RenameRule", "Rule", "find_gaps", "pair_runs"]
-
 _MAX_NOTES: Final = 3
 _FEW: Final = 0.25
 """If less than this part of the values of both runs have a partner, they look like runs of other models."""

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = ["TraceOutputs", "trace_outputs"]
-
 
 @dataclass(frozen=True)
 class TraceOptions:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from hookline.sites.parameters import NamedParameter
     from hookline.sites.site_info import Site
 
-__all__ = ["Trace", "bytes_of_budget", "rows_of", "trace"]
-
 _DEFAULT_KINDS: Final = ("output", "output_grad", "parameter", "param_grad")
 
 

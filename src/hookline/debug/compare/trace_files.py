@@ -35,8 +35,6 @@ from hookline.debug.compare.rows import RowTable
 from hookline.errors import TraceError
 from hookline.files import replace_file
 
-__all__ = ["FORMAT", "VERSION", "TraceFolder", "TracePlace", "TraceRecord", "TraceWriter", "read_trace"]
-
 FORMAT: Final = "hookline.trace"
 VERSION: Final = 1
 _RECORDS: Final = "records.jsonl"

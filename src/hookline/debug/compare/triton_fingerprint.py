@@ -16,8 +16,6 @@ import triton.language as tl
 
 from hookline.observe.watch.triton_programs import FIELDS, job_of
 
-__all__ = ["merge_slots", "read_rows"]
-
 _EIGHTS = tl.constexpr(251)
 _LANES = tl.constexpr(256)
 _COLUMNS = tl.constexpr(2008)

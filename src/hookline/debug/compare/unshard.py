@@ -19,8 +19,6 @@ from hookline.debug.compare.values import Run
 from hookline.errors import OptionError
 from hookline.sites.targets import name_matcher
 
-__all__ = ["DimsOption", "unshard"]
-
 _PART: Final = re.compile(r"([A-Za-z0-9_*]+)(?:\[([a-z0-9_]+)(?::(sum|partial))?\])?")
 _SHARD: Final = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
 _PARTIAL: Final = re.compile(r"Partial\((\w+)\)")

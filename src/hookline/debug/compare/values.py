@@ -26,8 +26,6 @@ from hookline.messages import type_name
 from hookline.observe.capture.capture import Cache
 from hookline.tree import leaves
 
-__all__ = ["Run", "RunSource", "by_key", "read_run"]
-
 _RANK: Final = re.compile(r"rank_(\d+)")
 """The folder of one rank in that of a precision check."""
 

@@ -34,8 +34,6 @@ from hookline.sites.targets import check_model
 from hookline.sites.wrappers import clean_modules, unwrap, walk
 from hookline.tables import Table
 
-__all__ = ["OURS", "Diagnosis", "FoundHook", "SilentSite", "doctor", "hooks_by_module", "hooks_of_process"]
-
 OURS: Final = "hookline"
 UNKNOWN: Final = "unknown"
 # Beside torch too: an environment may take its packages from another one.

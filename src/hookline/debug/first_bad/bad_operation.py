@@ -16,8 +16,6 @@ from hookline.observe.watch.row import Layout, reduce
 from hookline.tables import ShownAsTable, Table
 from hookline.training.experiment import MicroBatches
 
-__all__ = ["BadOperation", "BadStep", "TensorSummary", "describe_batch", "stored_numbers", "summarize_tensor"]
-
 _LAYOUT = Layout.of(["mean", "min", "max", "nan", "inf"])
 
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
     from hookline.training.run import RunStep
 
-__all__ = ["BadOperations", "FirstBadOperation", "find_bad_operations"]
-
 
 def find_bad_operations(
     model: nn.Module,
@@ -536,7 +534,7 @@ class StateMarks:
         held = [{**module._parameters, **module._buffers}.values() for module in model.modules()]
         found = [_torch.local_tensor(tensor) for some in held for tensor in some if tensor is not None]
         read = [each for each in found if each is not None and each.dtype in _TYPES and each.layout is torch.strided]
-        # A step that is another one shows at the beginning of a tensor too; on a GPU, to cut it costs more than to read.
+        # Another step shows at the beginning of a tensor too; on a GPU, to cut it costs more than to read it.
         read = [each.view(-1)[:_MARKED] if each.is_cpu and each.is_contiguous() else each for each in read]
         short = [each for each in read if each.dtype.itemsize == 2]
         long = [each for each in read if each.dtype.itemsize > 2]  # no wider: a CPU takes five times as long

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
 
-__all__ = ["Flight", "FlightRecorder", "read_flight"]
-
 logger = logging.getLogger("hookline.debug.flight_recorder")
 
 

@@ -27,8 +27,6 @@ from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, sto
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["UNFILLED", "OperatorPlace", "OperatorRun", "operator_name", "tensors_in"]
-
 UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 )

@@ -24,8 +24,6 @@ from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.targets import check_model
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["Replay", "replay_check"]
-
 
 def replay_check(
     step_fn: Callable[..., Any],

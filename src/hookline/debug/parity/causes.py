@@ -26,8 +26,6 @@ from hookline.errors import HooklineError
 from hookline.messages import listed
 from hookline.sites.wrappers import unwrap
 
-__all__ = ["Cause", "LayerError", "Pair", "find_cause"]
-
 _HEAD: Final = "head"
 _WIDE: Final = 2e-4
 """Trainers that compute in float32 are nearer to exact log-probs than this, in nats rms."""

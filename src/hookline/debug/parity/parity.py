@@ -29,8 +29,6 @@ from hookline.phases import in_phase
 from hookline.serve.load_model import load
 from hookline.tables import Table
 
-__all__ = ["Group", "Parity", "ParityCallback", "parity"]
-
 logger = logging.getLogger("hookline.parity")
 
 _STYLE: Final = ":root { color-scheme: light dark } body { margin: 24px; font: 14px/1.5 system-ui, sans-serif }"

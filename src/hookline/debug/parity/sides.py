@@ -38,8 +38,6 @@ from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.wrappers import unwrap
 
-__all__ = ["Answer", "EngineSide", "Request", "Scorer", "apart", "open_engine", "rms"]
-
 _AT_ONCE: Final = 64
 """So many requests are sent to a server, or run, together."""
 _PREFILL_TOKENS: Final = 16_384

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Hook
 
-__all__ = ["PrecisionChecker", "PrecisionConfig", "PrecisionRecord"]
-
 _KEPT: Final = 100_000
 """Records kept in memory; a record is about 400 bytes."""
 _FUNCTIONS: Final = "torch.*"

@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.site_info import Site
 
-__all__ = [
-    "CaptureRecorder", "CaptureStopped", "Captured", "CapturedCall", "NoNumbers", "StoredValue", "ValueStore",
-    "bytes_of",
-]  # fmt: skip
-
 _MAX_TENSORS: Final = 4
 """Tensors of one output that a notebook shows."""
 _MAX_CALLS: Final = 12

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Scope, Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
-__all__ = ["Cache", "Captured", "capture"]
-
 _MAX_ROWS: Final = 60
 _MAX_MAPS: Final = 12
 """Heat maps that a notebook shows at once: 10 kB each at most."""

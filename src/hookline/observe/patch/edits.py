@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from hookline.sites.targets import Named
 
-__all__ = ["Edit", "ablate", "mean_ablate", "replace", "scale", "steer", "swap"]
-
 _BROADCAST: Final = "Give a tensor of that shape, or of one that broadcasts to it."
 _REAL: Final = "Give a real tensor: torch.view_as_real, or .abs()."
 _WHOLE: Final = "Choose a site behind the embedding, or use ablate(), replace() or a function."

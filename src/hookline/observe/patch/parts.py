@@ -30,11 +30,6 @@ from hookline.tree import main_tensor, put_in
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
-__all__ = [
-    "EditIndex", "EditedPlace", "GivenTensor", "IndexLike", "Where", "as_tensor", "find_main_input", "main_input",
-    "main_output", "misfit", "rebuilt", "shape_of", "site_text",
-]  # fmt: skip
-
 _USUAL_INPUT: Final = "hidden_states"
 """The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
 _FORWARD_PRE: Final = Kind.FORWARD_PRE

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from hookline.observe.patch.parts import IndexLike
     from hookline.sites.site_info import Site
 
-__all__ = ["Patch", "patch"]
-
 _FORWARD: Final = Kind.FORWARD
 _READS_OUTPUT: Final = HookTraits(wants_site=True, may_edit=True, reads="o")
 _READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.kernel import KernelInput
     from hookline.observe.watch.row import Layout
 
-__all__ = [
-    "BY_UNIT", "AliveUnits", "DeviceRows", "ExponentBins", "Note", "StatRow", "StatsEngine", "StatsSnapshot",
-    "WatchedPlace", "read_by_unit", "take_by_unit",
-]  # fmt: skip
-
 _BINS: Final = 256
 _BIAS: Final = 127
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Share
 
-__all__ = ["GraphHandover", "find_in", "hand_over_late"]
-
 _LONGEST: Final = 1024
 """The longest row that the compiler holds in registers."""
 _SHORTEST: Final = 32

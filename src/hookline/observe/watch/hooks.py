@@ -50,11 +50,6 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found, Share
     from hookline.sites.handle import HookHandle
 
-__all__ = [
-    "BY_FORWARD", "BY_HAND", "BY_OPTIMIZER", "LOCAL_GRADIENT", "MODULE_KINDS", "LocalGradients", "ModuleStatsHook",
-    "OptimizerSteps", "ParameterReader", "ParameterSlot", "Passes", "Steps", "WatchSites", "checked_kinds",
-]  # fmt: skip
-
 BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
 BY_OPTIMIZER: Final = "the optimizer's step"
 BY_HAND: Final = "watch.step()"

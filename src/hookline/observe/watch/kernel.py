@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatRow
     from hookline.observe.watch.row import Layout
 
-__all__ = [
-    "READ", "ExponentInput", "Kernel", "KernelInput", "division", "is_available", "is_read_in_place",
-    "kernel_types", "on_device", "program_named", "readable", "rounds_of", "width_of",
-]  # fmt: skip
-
 JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
 FIELDS: Final = 6

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import DeviceRows, WatchedPlace
 
-__all__ = [
-    "ArrivingSteps", "CallOrder", "FirstCalls", "PlaceRow", "RowPart", "StepListener", "StepMonitor", "StepRows",
-    "listen", "name_doubts",
-]  # fmt: skip
-
 _NAMED: Final = 3
 
 

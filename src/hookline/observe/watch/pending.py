@@ -29,8 +29,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import WatchedPlace
 
-__all__ = ["PendingTensors", "Streams", "limit_of", "streams_of"]
-
 _CPU: Final = torch.device("cpu")
 _STRIDED: Final = torch.strided
 _SHARE: Final = 64

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
     from hookline.observe.watch.row import Layout
 
-__all__ = ["RankStats", "rank_in_words", "same_on_ranks"]
-
 _MODULES: Final = ("forward", "backward")
 _PARAMETERS: Final = ("param", "param_grad")
 _LOCAL: Final = "param_grad_local"

@@ -27,11 +27,6 @@ from hookline.tables import Table
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "BAD", "COUNT", "DEFAULT_STATS", "FIRES", "INF", "NAN", "SQUARES", "SUM", "Layout", "as_metrics", "factor_of",
-    "flat_view", "merge", "merge_into", "metrics_of", "reduce", "reduce_on_device", "row_of_parts", "table_of",
-]  # fmt: skip
-
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
 _MOMENTS: Final = frozenset({"mean", "std", "norm", "rms"})
 _OF_SUMS: Final = frozenset({"mean", "std"})

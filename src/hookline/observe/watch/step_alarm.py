@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
 
-__all__ = ["StepAlarm", "Trouble", "alarm"]
-
 logger = logging.getLogger("hookline.observe.alarm")
 
 _KINDS: Final = ("forward", "backward", LOCAL_GRADIENT)

@@ -18,8 +18,6 @@ are chunks whose squares are too large or too small for float32.
 import triton
 import triton.language as tl
 
-__all__ = ["count_exponents", "fold_rows", "merge_slots", "reduce_chunks"]
-
 INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import WatchedPlace
 
-__all__ = ["BudgetedSchedule", "TimeMark", "Watch", "watch"]
-
 _layout_of = functools.cache(Layout.of)
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 
-__all__ = ["arrange"]
-
 _VERSION: Final = "7"
 """Part of what the compiler knows graphs on the disk by: another for each change of this file."""
 _SMALL: Final = 1 << 20

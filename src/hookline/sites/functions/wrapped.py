@@ -15,8 +15,6 @@ import torch
 
 from hookline.sites import _torch
 
-__all__ = ["around_backward", "wrapped"]
-
 _LOCK: Final = threading.RLock()
 _STATE: Final = "_hookline_wrap"
 """The attribute of a function of ours that has its `_Wrap`."""
