@@ -1,4 +1,4 @@
-"""The errors: each is ours and the built-in one would guess, and each message says asked, found, next."""
+"""The errors: each is ours and a built-in one, says asked, found, next, has its section; and one policy."""
 
 from __future__ import annotations
 

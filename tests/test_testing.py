@@ -269,6 +269,7 @@ class Late(Plain):
     step_schedule = hl.StepSchedule("stride", stride=30, warmup=30)
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_never_due_is_told_how_to_get_there():
     """Nothing was checked, so nothing passes; with a longer run it does."""
     assert faulty(Late) == {"fires"}

@@ -1,4 +1,4 @@
-"""Analyses of mean gradients, each metric against the formula in float64."""
+"""Analyses of mean gradients against formulas in float64; reference weights from all sorts of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Analyses that look at every step: against the same run worked out in float64, and without waiting for a device."""
+"""Analyses that look at every step, against the same run worked out in float64; a watch that lives as long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a researcher has to be able to trust: no step waits for a device, and small gradients have angles too."""
+"""What a researcher has to trust: no step waits for a device, no figure is wrong by rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trackers of components as hooks over time: names, numbers against numpy, layers found, what is left behind."""
+"""The trackers of components as hooks over time: names, numbers against numpy, sums over layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands beside ``run``: hooks, find, report, replay, new."""
+"""The commands beside ``run``; what ``--json`` prints, and what the page about them shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hookline run`` in this process: what it trains, writes and says."""
+"""``hookline run`` in this process: what it trains, writes and says; hooks that raise; ``--hook-config``."""
 
 from __future__ import annotations
 
@@ -496,3 +496,80 @@ def test_a_text_becomes_what_is_declared(text, hint, value):
 def test_a_misfit_says_what_was_expected(text, hint, said):
     with pytest.raises(ConfigError, match=said):
         from_text(text, hint)
+
+
+FOLDER = Path("runs/tiny/forward")
+BOOM = """
+import hookline as hl
+
+class Boom(hl.TrainingHook):
+    name = "boom"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def compute(self, ctx):
+        if ctx.epoch >= 1:
+            raise ValueError("no such luck")
+        return {"ok": 1.0}
+
+class Late(hl.TrainingHook):
+    name = "late"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def start(self, model):
+        raise ValueError("not ready")
+
+    def compute(self, ctx):
+        return {}
+"""
+
+
+@pytest.fixture
+def boom() -> None:
+    Path("boom.py").write_text(BOOM)
+
+
+def test_by_default_the_run_fails_and_says_who_when_where_and_what_next(boom, capsys):
+    """Hook, point, step, folder, and the flag to go on with."""
+    assert run_here("run", TINY, "--hooks", "boom.py:Boom", *QUIET, "--epochs", "4") == 1
+    err = capsys.readouterr().err
+    assert "ValueError: no such luck" in err
+    assert "Raised by the hook 'boom' at POST_EPOCH, step 5, epoch 1." in err
+    assert "The run failed; what it recorded until then is in runs/tiny/forward." in err
+    assert "to train on when boom raises: --on-hook-error disable" in err
+    assert facts_of(FOLDER)["status"] == "failed"
+    assert facts_of(FOLDER)["hooks"]["boom"]["failed"] == 1
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+@pytest.mark.parametrize(
+    ("policy", "count", "said"),
+    [
+        ("warn", 3, "The hook boom raised 3 times and stayed on: its metrics are incomplete."),
+        ("disable", 1, "The hook boom raised once and was switched off: its metrics are incomplete."),
+    ],
+)
+def test_the_run_goes_on_if_that_is_asked_for(boom, policy, count, said, capsys):
+    """The frames that are the user's are shown once; the end says what is missing."""
+    assert (
+        run_here("run", TINY, "--hooks", "boom.py:Boom", "norms", "--on-hook-error", policy, *QUIET, "--epochs", "4")
+        == 0
+    )
+    heard = capsys.readouterr()
+    assert said in heard.out
+    assert heard.err.count("Traceback") == 1
+    assert "boom.py" in heard.err
+    assert "firing.py" not in heard.err
+    assert "manager.hooks.errors" not in heard.err
+    facts = facts_of(FOLDER)
+    assert (facts["status"], facts["hooks"]["boom"]["failed"], facts["hooks"]["norms"]["failed"]) == (
+        "finished",
+        count,
+        0,
+    )
+
+
+def test_a_hook_that_cannot_start_is_named(boom, capsys):
+    assert run_here("run", TINY, "--hooks", "boom.py:Late", *QUIET, "--epochs", "4") == 1
+    err = capsys.readouterr().err
+    assert "Raised by the hook 'late' when training began, in start(model)." in err
+    assert "in runs/tiny/forward." in err

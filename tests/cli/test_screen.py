@@ -41,11 +41,6 @@ def test_a_bare_run_records_its_loss_and_has_a_page(capsys, tmp_path):
     assert capsys.readouterr().out.startswith("24/24 steps")
     assert run_here("run", TINY, "--epochs", "8", "--hooks", "none", "--silent") == 0
     assert same_weights(folder, tmp_path / "runs" / "tiny" / "forward_1")
-    assert run_here("run", TINY, "--epochs", "8", "--hooks", "none", "--silent", "--seed", "5") == 0
-    assert not same_weights(folder, tmp_path / "runs" / "tiny" / "forward_2")
-
-
-# -- on a terminal ---------------------------------------------------------------------------------------------
 
 
 def on_terminal(*arguments: str, until: bytes, then: int | None = None) -> tuple[bytes, int]:

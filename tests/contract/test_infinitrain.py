@@ -1,4 +1,4 @@
-"""InfiniTrain: hooks on modules and functions that observe, in a fixed order, with their own gradients."""
+"""InfiniTrain: hooks on modules and functions that observe, in a fixed order; its precision checker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch: whose gradients a backward hook reports, and that reporting them disturbs nothing."""
+"""PyTorch: whose gradients a backward hook reports, in containers of any sort, and that it disturbs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces on disk: estimates without tensors, steps that do not meet; and faults that were found once."""
+"""Traces and arrays on disk, compared in Python and by the command; faults of both that were found once."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_training import differences, plain_step, train
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, prune
@@ -137,23 +136,6 @@ def test_code_that_was_compiled_without_guards_is_named() -> None:
         handle.remove(quiet=True)
         torch.compiler.reset()
     assert doctor(model).silent == []
-
-
-def test_an_examined_run_keeps_every_bit() -> None:
-    """With a sample forward at every step; negative control: one that is not put back."""
-    plain = train(plain_step)
-
-    def examined(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
-        assert doctor(model, x).error == ""
-        plain_step(model, x, target)
-
-    def disturbed(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
-        with torch.no_grad():
-            model(x)
-        plain_step(model, x, target)
-
-    assert differences(plain, train(examined)) == []
-    assert differences(plain, train(disturbed))
 
 
 def test_the_command_prints_and_exits_by_the_problems(tmp_path, capsys, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The last steps are in the file when something happens, whatever ended the run, and recording changes nothing."""
+"""The last steps are in the file when something happens; all listeners on one model report what each does."""
 
 from __future__ import annotations
 

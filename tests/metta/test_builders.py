@@ -1,4 +1,4 @@
-"""The builders, and the hooks they make, on real modules."""
+"""The builders and the hooks they make, on real modules; one that yields nothing is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers that count by unit: ReLU activations, saturated activations, gradients through a ReLU."""
+"""Trackers that count by unit, and which tensor of an output a tracker looks at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trackers against plain float64 arithmetic, over random shapes, types and options."""
+"""The trackers against plain float64 arithmetic; which gradients Fisher information is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is tracked ends with the same bits as one that is not."""
+"""A tracked run ends with the same bits as one that is not, and each of several ranks has its own numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs read back into Python: what was recorded comes back as it was, whatever became of the run."""
+"""Runs read back into Python, whatever became of them; and from folders to a page."""
 
 from __future__ import annotations
 

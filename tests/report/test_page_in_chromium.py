@@ -1,4 +1,4 @@
-"""What a reader of the page sees and does, in a real browser."""
+"""What a reader of the pages of a run and of a comparison sees and does, in a real browser."""
 
 from __future__ import annotations
 

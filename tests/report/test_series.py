@@ -1,4 +1,4 @@
-"""What is read out of records."""
+"""What is read out of records, and its numbers on their way into the page."""
 
 from __future__ import annotations
 

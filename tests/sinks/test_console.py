@@ -1,4 +1,4 @@
-"""The console sink: what is printed when, how values read, and what it does where there is no terminal."""
+"""What is printed: tables, the live column and the progress of a run, with a terminal and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sinks promise alike: places, options, missing packages, resumed runs, and that training is left alone."""
+"""What the sinks promise alike: places, options, missing packages, the axis of steps; and the one in memory."""
 
 from __future__ import annotations
 

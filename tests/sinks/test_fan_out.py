@@ -1,4 +1,4 @@
-"""The fan-out: the log first, then every sink by itself, whatever fails."""
+"""The fan-out: the log first, then every sink by itself, whatever fails; and feeding a sink later."""
 
 from __future__ import annotations
 

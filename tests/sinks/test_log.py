@@ -1,4 +1,4 @@
-"""The record log: written at once, read back the same, whatever is in it and whoever is killed."""
+"""The record log: written at once, read back the same, by one writer, whoever is interrupted or killed."""
 
 from __future__ import annotations
 

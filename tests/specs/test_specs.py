@@ -1,4 +1,4 @@
-"""Specs: what they may say, what becomes of it on real models, and what it costs the run (nothing)."""
+"""Specs: what they may say, what becomes of it on real models, and that configurations are copied."""
 
 from __future__ import annotations
 

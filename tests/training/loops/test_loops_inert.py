@@ -1,4 +1,4 @@
-"""The run with hooks is the run without, bit for bit, in both loops; and what is not guarded shows."""
+"""The run with hooks and sinks is the run without, bit for bit; and what is not guarded shows."""
 
 from __future__ import annotations
 
