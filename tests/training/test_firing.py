@@ -229,6 +229,12 @@ def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
     assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
 
 
+def test_a_manager_that_was_made_for_one_loop_is_refused_by_the_other():
+    """Its hooks would wait for points that never come."""
+    with pytest.raises(OptionError, match="loop_type='step', and the epoch loop"):
+        HookManager(loop_type="step").plan.use_loop("epoch")
+
+
 def test_needs_are_those_of_the_hooks_at_the_points_in_question():
     """Nothing is computed that no due hook asked for; not knowing the epoch, it may be due."""
     hooks = [
