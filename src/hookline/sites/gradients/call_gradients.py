@@ -125,7 +125,8 @@ class GradientCall(BackwardCall):
         hooks = self._hooks
         found = gradient_places(args, kwargs)
         self._num_inputs = len(found)
-        self._input_names = tuple(name for name, _ in found)
+        if hooks.told:
+            self._input_names = tuple([name for name, _ in found])
         members = distinct(found)
         gated = [member for member in members if takes_views(member[1])] if hooks.edits_gradients else []
         if gated:
@@ -234,7 +235,8 @@ class GradientCall(BackwardCall):
         if not members:
             return output
         self._num_outputs = len(found)
-        self._output_names = tuple(name for name, _ in found)
+        if self._hooks.told:
+            self._output_names = tuple([name for name, _ in found])
         inside = self._watch_inside(members, state)
         if len(members) > 1 and (self._hooks.edits_outputs or state.index_of(members[0][1]) >= 0):
             passed = pass_gate(self.take_outputs, members, views=False)
