@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hookline.engines.request_options import StatesWanted
 from hookline.errors import OptionError
-from hookline.observe.tokens import Tokens, current_tokens, sent_to_host
+from hookline.observe.host_values import sent_to_host
+from hookline.observe.tokens import Tokens, current_tokens
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import submodule
 

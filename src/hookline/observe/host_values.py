@@ -43,6 +43,17 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+def sent_to_host(value: Any) -> Any:
+    """Return a tensor on the host, whose copy the current stream of its device makes; other values as they are.
+
+    Into pinned memory the copy runs while the host goes on. It is in the stream that made the tensor, so whatever is
+    done to that memory afterwards, a reuse by the allocator included, comes after it.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "cuda":
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
 def _grouped(tensors: list[Tensor], positions: Iterable[int]) -> list[list[int]]:
     """Return the positions, in groups of tensors of one device and dtype."""
     groups: dict[Any, list[int]] = defaultdict(list)

@@ -31,6 +31,9 @@ from torch import Tensor
 
 from hookline.sites import _torch
 
+_BY_REQUEST: Final = ("requests", "lengths", "firsts", "phases", "keys")
+"""The fields of a table that have an entry for each request."""
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
@@ -147,38 +150,19 @@ class Tokens:
         """Return the table of one request alone."""
         begin = sum(self.lengths[:row])
         part = slice(begin, begin + self.lengths[row])
-        return replace(
-            self,
-            requests=self.requests[row : row + 1],
-            lengths=self.lengths[row : row + 1],
-            firsts=self.firsts[row : row + 1],
-            phases=self.phases[row : row + 1],
-            ids=None if self.ids is None else self.ids[part],
-            positions=None if self.positions is None else self.positions[part],
-            width=None if self.width is None else self.lengths[row],
-            keys=self.keys[row : row + 1],
-            room=0,
-            _choices={},
-        )
+        ids, positions = (None if each is None else each[part] for each in (self.ids, self.positions))
+        return self._of_rows([row], ids, positions, None if self.width is None else self.lengths[row])
 
     def in_stage(self, stage: str) -> Tokens:
         """Return the table of a flat batch's requests in one stage alone."""
         chosen = self.choose(stage=stage)
-        rows = chosen.rows
+        return self._of_rows(chosen.rows, _picked(self.ids, chosen), _picked(self.positions, chosen))
 
-        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(values[row] for row in rows) if values else ()
-
-        return Tokens(
-            of(self.requests),
-            of(self.lengths),
-            of(self.firsts),
-            of(self.phases),
-            ids=_picked(self.ids, chosen),
-            positions=chosen.pick(self.positions) if self.positions is not None else None,
-            keys=of(self.keys),
-            notes=self.notes,
-        )
+    def _of_rows(self, rows: Sequence[int], ids: Any, positions: Any, width: int | None = None) -> Tokens:
+        own: dict[str, Any] = {
+            name: tuple(getattr(self, name)[row] for row in rows if getattr(self, name)) for name in _BY_REQUEST
+        }
+        return replace(self, **own, ids=ids, positions=positions, width=width, room=0, _choices={})
 
     def noted(self) -> Tokens:
         """Return the table with a list of notes of its own."""
@@ -264,13 +248,6 @@ def _mask(tensor: Tensor, places: npt.NDArray[np.int64], count: int, shape: Sequ
     flags[places] = True
     mask = torch.from_numpy(flags).to(tensor.device, non_blocking=True)
     return mask.view(*shape, *[1] * (tensor.dim() - len(shape)))
-
-
-def sent_to_host(value: Any) -> Any:
-    """Return a tensor on the host, whose copy the current stream of its device makes; other values as they are."""
-    if not isinstance(value, Tensor) or value.device.type != "cuda":
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 # Of the context, not of the process: two engines in two threads each run forwards of their own.

@@ -7,8 +7,6 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-__all__ = ["X", "stack"]
-
 
 def stack() -> nn.Sequential:
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from helpers_capture import X, stack
-from torch import nn
 
 import hookline as hl
 from hookline.errors import CaptureError
@@ -36,13 +35,6 @@ def test_the_cache_prints_as_a_table_and_counts_bytes():
     assert cache.bytes == 80
     assert repr(cache["a"]) == "<Captured 'a', 1 call>"
     assert repr(cache["a"].calls[0]) == "<CapturedCall 'a', step 0, call 0>"
-
-
-class _Pair(nn.Module):
-    """Returns whole numbers first, then two matrices of real ones."""
-
-    def forward(self, x):
-        return {"places": x.long(), "main": x * 2, "weights": x.softmax(-1)}
 
 
 @pytest.mark.parametrize(

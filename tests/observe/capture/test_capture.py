@@ -203,7 +203,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "device that is not there": ({"device": "cuda:99"}, "torch sees . CUDA devices"),
     "dtype": ({"dtype": "float17"}, "dtype= is a floating-point type.*got 'float17'"),
     "dtype of integers": ({"dtype": torch.int8}, "dtype= is a floating-point type"),
-    "flag": ({"clone": "yes"}, "clone= is True or False, got 'yes'"),
     "scope": ({"scope": "thread"}, "scope= is 'context' or 'process', got 'thread'"),
     "stop with grads": ({"stop": True, "grads": True}, "stop=True ends the forward before there is a loss"),
 }
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_options_that_make_no_sense_are_errors_before_anything_is_attached(case):
+    options, message = BAD[case]
+    model = stack()
+    with pytest.raises(hl.errors.OptionError, match=message):
+        hl.capture(model, "a", **options)
+    hl.assert_no_hooks(model)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Stack", "Twice", "by_hand", "gradients", "made"]
-
 
 class Layer(nn.Module):
     """A linear map and a nonlinearity."""

@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from hookline.errors import CaptureError, OptionError
 from hookline.messages import type_name
 from hookline.observe.heat_map import heat_maps_of
+from hookline.observe.host_values import sent_to_host
 from hookline.observe.index import GIVE_ROWS, TokenAxes, index_text
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
@@ -61,27 +63,21 @@ class StoredValue(NamedTuple):
         return [tensor for tensor, version in self.borrowed if tensor._version != version]
 
 
+@dataclass(eq=False)
 class ValueStore:
     """Prepares every tensor for the cache by the options of ``capture``."""
 
-    def __init__(
-        self,
-        *,
-        index: Any = None,
-        detach: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        clone: bool = False,
-    ) -> None:
-        self._index = index
-        self._detach = detach
-        self._dtype = dtype
-        self._device = device
-        self._clone = clone
-        self._is_plain = not (detach or clone) and index is None and dtype is None and device is None
+    index: Any = None
+    detach: bool = False
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    clone: bool = False
+    _streams: set[Any] = field(default_factory=set)
+    """CUDA streams that may still be copying into pinned memory."""
+
+    def __post_init__(self) -> None:
+        self._is_plain = not (self.detach or self.clone or self.index is not None or self.dtype or self.device)
         """Whether values are kept unchanged."""
-        self._streams: set[Any] = set()
-        """CUDA streams that may still be copying into pinned memory."""
 
     def keep(self, value: Any, side: str, name: str) -> StoredValue:
         """Return a value of any structure as it is to be kept: that ``side`` of the module ``name``.
@@ -108,20 +104,20 @@ class ValueStore:
     def _keep_tensor(self, tensor: Tensor, what: str) -> Tensor:
         if not _torch.has_numbers(tensor):
             raise NoNumbers
-        cuts = self._index is not None and tensor.dim() > 0
+        cuts = self.index is not None and tensor.dim() > 0
         piece = self._cut(tensor, what) if cuts else tensor
-        if self._detach:
+        if self.detach:
             piece = piece.detach()
-        if self._dtype is not None and piece.is_floating_point():
-            piece = piece.to(self._dtype)
+        if self.dtype is not None and piece.is_floating_point():
+            piece = piece.to(self.dtype)
         kept = self._move(piece)
         # A copy of a part frees the whole. Inference mode keeps no count of changes: only a copy is safe from them.
-        needs_own = self._clone or cuts or tensor.is_inference()
+        needs_own = self.clone or cuts or tensor.is_inference()
         return kept.clone() if needs_own and _shares_memory(kept, tensor) else kept
 
     def _cut(self, tensor: Tensor, what: str) -> Tensor:
         """Return the part that ``index=`` asks for."""
-        index = self._index
+        index = self.index
         try:
             piece = index(tensor) if callable(index) else tensor[index]
         except Exception as error:
@@ -137,16 +133,13 @@ class ValueStore:
         return piece
 
     def _move(self, piece: Tensor) -> Tensor:
-        device = self._device
+        device = self.device
         if device is None or piece.device == device:
             return piece
         if not (piece.is_cuda and device.type == "cpu"):
             return piece.to(device)
-        # Into pinned memory the copy runs while the host goes on. It is in the stream that made the tensor, so whatever
-        # is done to that memory afterwards, a reuse by the allocator included, comes after it.
-        pinned = torch.empty_like(piece, device=device, pin_memory=True, requires_grad=False)
-        pinned.copy_(piece, non_blocking=True)
         self._streams.add(torch.cuda.current_stream(piece.device))
+        pinned: Tensor = sent_to_host(piece)
         return pinned
 
 
@@ -179,6 +172,7 @@ def _shown(index: Any) -> str:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class CapturedCall:
     """One call of a captured module.
 
@@ -186,29 +180,24 @@ class CapturedCall:
     ``.call``.
     """
 
-    __slots__ = ("_wait", "call", "gradients", "had_graph", "is_left_out", "is_mixed", "name", "step", "values")
-
-    def __init__(
-        self, name: str, step: int, call: int, *, grads: bool = False, wait: Callable[[], None] = lambda: None
-    ) -> None:
-        self.name = name
-        """The name of the module."""
-        self.step = step
-        """The number of the forward of the model since the capture began: of ``generate``, of the token."""
-        self.call = call
-        """The number of the call of the module within that forward."""
-        self.values: dict[str, StoredValue] = {}
-        """What is stored, unchecked: "output", and "inputs" and "kwargs" if they were asked for."""
-        self.gradients: list[StoredValue] | None = [] if grads else None
-        """Those of the output, unchecked, one for each backward pass; None if they were not asked for."""
-        self.had_graph = torch.is_grad_enabled()
-        """Whether gradients were on when it began."""
-        self.is_mixed = False
-        """Whether a gradient may be that of another call."""
-        self.is_left_out = False
-        """Whether it is not to be kept when it ends."""
-        self._wait = wait
-        """Waits for copies to the host that are under way."""
+    name: str
+    """The name of the module."""
+    step: int
+    """The number of the forward of the model since the capture began: of ``generate``, of the token."""
+    call: int
+    """The number of the call of the module within that forward."""
+    gradients: list[StoredValue] | None = None
+    """Those of the output, unchecked, one for each backward pass; None if they were not asked for."""
+    _wait: Callable[[], None] = lambda: None
+    """Waits for copies to the host that are under way."""
+    values: dict[str, StoredValue] = field(default_factory=dict)
+    """What is stored, unchecked: "output", and "inputs" and "kwargs" if they were asked for."""
+    had_graph: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients were on when it began."""
+    is_mixed: bool = False
+    """Whether a gradient may be that of another call."""
+    is_left_out: bool = False
+    """Whether it is not to be kept when it ends."""
 
     @property
     def output(self) -> Any:
@@ -274,10 +263,9 @@ class CapturedCall:
     @classmethod
     def of_dict(cls, name: str, found: dict[str, Any]) -> CapturedCall:
         """Return a call that holds what `to_dict` has given."""
-        call = cls(name, found["step"], found["call"], grads="grads" in found)
+        grads = list(map(StoredValue, found["grads"])) if "grads" in found else None
+        call = cls(name, found["step"], found["call"], grads)
         call.values = {key: StoredValue(found[key]) for key in ("output", "inputs", "kwargs") if key in found}
-        if call.gradients is not None:
-            call.gradients += map(StoredValue, found["grads"])
         return call
 
     def _taken(self, key: str) -> StoredValue:
@@ -405,38 +393,30 @@ class _OpenCalls(threading.local):
         """The innermost call last; a call that raised is dropped at the next one."""
 
 
+@dataclass(eq=False)
 class CaptureRecorder:
     """Records calls, in the order they end."""
 
-    def __init__(
-        self,
-        store: ValueStore,
-        *,
-        inputs: bool = False,
-        grads: bool = False,
-        during: Phases = ALL_PHASES,
-        axes: TokenAxes | None = None,
-    ) -> None:
-        self.store = store
-        self.scope: int | None = None
-        """The number of the context whose calls are kept; None for those of the whole process."""
-        self.calls: dict[str, list[CapturedCall]] = {}
-        """The calls that have ended, by the names of the modules; shared by all threads."""
-        self.takes_inputs = inputs
-        self.takes_grads = grads
-        self.left_out: dict[str, str] = {}
-        """For each module of which a call was not kept, why."""
-        self.stops_after: frozenset[str] = frozenset()
-        """The modules after whose calls the forward is ended; none for a forward that goes on."""
-        self.can_stop = False
-        """Whether there is a ``with`` block for `CaptureStopped` to leave."""
-        self._during = during
-        self._axes = axes
-        self._seen: set[str] = set()
-        """The modules that were called, of those that a stop waits for."""
-        self._open = _OpenCalls()
-        self._awaiting: dict[_Key, CapturedCall] = {}
-        """The calls that gradients can come to."""
+    store: ValueStore
+    takes_inputs: bool = False
+    takes_grads: bool = False
+    during: Phases = ALL_PHASES
+    axes: TokenAxes | None = None
+    scope: int | None = None
+    """The number of the context whose calls are kept; None for those of the whole process."""
+    stops_after: frozenset[str] = frozenset()
+    """The modules after whose calls the forward is ended; none for a forward that goes on."""
+    can_stop: bool = False
+    """Whether there is a ``with`` block for `CaptureStopped` to leave."""
+    calls: dict[str, list[CapturedCall]] = field(default_factory=dict)
+    """The calls that have ended, by the names of the modules; shared by all threads."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """For each module of which a call was not kept, why."""
+    _seen: set[str] = field(default_factory=set)
+    """The modules that were called, of those that a stop waits for."""
+    _open: _OpenCalls = field(default_factory=_OpenCalls)
+    _awaiting: dict[_Key, CapturedCall] = field(default_factory=dict)
+    """The calls that gradients can come to."""
 
     @property
     def opens_calls(self) -> bool:
@@ -514,12 +494,12 @@ class CaptureRecorder:
 
     def _new_call(self, entry: HookAtSite) -> CapturedCall:
         moment = entry.counter.moment(entry)
-        call = CapturedCall(entry.name, *moment, grads=self.takes_grads, wait=self.store.wait_for_copies)
-        if self._during is not ALL_PHASES:
+        call = CapturedCall(entry.name, *moment, [] if self.takes_grads else None, self.store.wait_for_copies)
+        if self.during != ALL_PHASES:
             # What a loop says that the run is doing, or else what the model's mode and gradients tell.
             now = known_phase() or ("train" if all(entry.counter.mode()) else "eval")
-            if now not in self._during:
-                wanted = ", ".join(sorted(self._during))
+            if now not in self.during:
+                wanted = ", ".join(sorted(self.during))
                 self._leave_out(call, f"it was called in phase {now!r} of the run, and during= asks for: {wanted}")
         return call
 
@@ -542,8 +522,8 @@ class CaptureRecorder:
 
     def _end(self, call: CapturedCall, output: Any) -> None:
         name = call.name
-        main = None if self._axes is None or call.is_left_out else main_tensor(output)
-        if self._axes is not None and main is not None and (fault := self._axes.fault(name, main)):
+        main = None if self.axes is None or call.is_left_out else main_tensor(output)
+        if self.axes is not None and main is not None and (fault := self.axes.fault(name, main)):
             shape = tuple(main.shape)
             raise CaptureError(f"index= names axes, but the output of {name!r}, of shape {shape}, {fault}. {GIVE_ROWS}")
         self._keep(call, "output", "output", output)

@@ -22,7 +22,7 @@ from hookline.errors import CaptureError, CheckpointError, NoMatchError, OptionE
 from hookline.messages import counted, nearest_names, size_text
 from hookline.observe.capture.calls import Captured, CapturedCall, CaptureRecorder, CaptureStopped, ValueStore, bytes_of
 from hookline.observe.index import TokenAxes, parse_index
-from hookline.phases import ALL_PHASES, PHASES, validate_phases
+from hookline.phases import PHASES, validate_phases
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, close_context, open_context
@@ -377,20 +377,11 @@ def capture(
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     part = index if index is None or callable(index) else parse_index(index, new_dimensions=True)
-    store = ValueStore(
-        index=part,
-        detach=detach,
-        dtype=None if dtype is None else _parse_dtype(dtype),
-        device=None if device is None else _parse_device(device),
-        clone=clone,
-    )
-    recorder = CaptureRecorder(
-        store,
-        inputs=inputs,
-        grads=grads,
-        during=ALL_PHASES if during is PHASES else validate_phases(during),
-        axes=TokenAxes.checking(model, part) if isinstance(part, tuple) else None,
-    )
+    kept_as = None if dtype is None else _parse_dtype(dtype)
+    kept_on = None if device is None else _parse_device(device)
+    axes = TokenAxes.checking(model, part) if isinstance(part, tuple) else None
+    store = ValueStore(part, detach, kept_as, kept_on, clone)
+    recorder = CaptureRecorder(store, inputs, grads, validate_phases(during), axes)
     chosen = choose(model, with_role(targets, role, layer=layer), exclude, strict=strict)
     if stop:
         recorder.stops_after = frozenset(name for name, module in chosen if not isinstance(module, _NEVER_CALLED))

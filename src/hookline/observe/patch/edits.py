@@ -2,45 +2,276 @@
 mean_ablate).
 
 Users reach these as ``hookline.edits``; ``patch`` binds each edit to its sites, and its hooks call ``apply`` with the
-main tensor of a site. Each edit is a function of this file with what it was given. Nothing is changed in place, and all
-of it can be traced into a compiled graph.
+main tensor of a site. Each edit is a function of this file with what it was given, and may be for a part of the
+activation, its `EditIndex`. Nothing is changed in place: containers on the way to a tensor are copied, as a module may
+keep the dict it returns, and its caller the one it passes. All of it can be traced into a compiled graph.
+
+    >>> last = EditIndex((slice(None), -1))
+    >>> last.put(torch.zeros(2, 3), torch.ones(2))
+    tensor([[0., 0., 1.],
+            [0., 0., 1.]])
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from types import EllipsisType, FunctionType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import HookReturnError, HookSignatureError, NoMatchError, OptionError
 from hookline.messages import nearest_names, type_name
 from hookline.observe.host_values import unit_axis
-from hookline.observe.index import GIVE_ROWS, TokenAxes
-from hookline.observe.patch.parts import (
-    EditIndex,
-    GivenTensor,
-    IndexLike,
-    Where,
-    as_tensor,
-    find_main_input,
-    misfit,
-    shape_of,
-    site_text,
-)
+from hookline.observe.index import GIVE_ROWS, TokenAxes, index_text, parse_index
 from hookline.sites import _torch
 from hookline.sites.attention import AttentionPart
-from hookline.sites.targets import named_modules
-from hookline.tree import main_tensor
+from hookline.sites.kinds import Kind
+from hookline.sites.signature import hook_name
+from hookline.sites.targets import describe, named_modules
+from hookline.tree import main_tensor, put_in
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from hookline.sites.site_info import Site
     from hookline.sites.targets import Named
+
+# -- where an edit is made -------------------------------------------------------------------------------------------
+
+_USUAL_INPUT: Final = "hidden_states"
+"""The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
+_FORWARD_PRE: Final = Kind.FORWARD_PRE
+_ATTACH: Final = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
+
+
+class EditedPlace(NamedTuple):
+    """Where an edit is made; in the place of a `Site` for edits that do not ask when: to make one takes 7 calls."""
+
+    name: str
+    """The dotted name of the module."""
+    kind: Kind
+    """The kind of the hook that edits."""
+
+
+Where: TypeAlias = "Site | EditedPlace"
+
+
+@_torch.constant_while_tracing  # so that the compiler passes on the message, and not just that something was raised
+def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
+    """Raise: ``what`` does not fit the activation at ``where``, which is as ``found``."""
+    raise HookReturnError(f"{what}, but {where} {found}. {remedy}")
+
+
+def site_text(site: Where) -> str:
+    """Return, for messages, which activation an edit at ``site`` changes: "the output of 'layers.0'"."""
+    side = "input" if site.kind is _FORWARD_PRE else "output"
+    return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
+
+
+def shape_of(x: Tensor) -> str:
+    """Return the shape in words; in compiled code, ask for sizes that the graph keeps open."""
+    sizes = [str(operator.index(size)) for size in x.shape]
+    return f"({', '.join(sizes)}{',' if x.dim() == 1 else ''})"
+
+
+def main_output(output: Any, where: str) -> Tensor:
+    """Return the main tensor of an output; raise if it has none."""
+    main = main_tensor(output)
+    if main is None:
+        misfit("An edit changes a tensor", where, _found(type(output)), _ATTACH)
+    return main
+
+
+def main_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
+    """Return the main tensor of the arguments; raise if they have none."""
+    main = find_main_input(args, kwargs)
+    if main is None:
+        misfit("An edit changes a tensor", where, "has none in it", _ATTACH)
+    return main
+
+
+def find_main_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the main tensor of the positional arguments, else ``hidden_states``, else that of the keyword ones."""
+    main = main_tensor(args)
+    if main is None and _USUAL_INPUT in kwargs:
+        main = main_tensor(kwargs[_USUAL_INPUT])
+    return main_tensor(kwargs) if main is None else main
+
+
+@_torch.constant_while_tracing
+def _found(cls: type) -> str:
+    return f"is a {cls.__name__} with none in it"
+
+
+def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
+    """Return the same structure with ``new`` for every ``old``; containers that hold no ``old`` are not copied."""
+    if torch.compiler.is_compiling():  # which cannot follow the handling of errors
+        return put_in(value, old, new)[0]
+    try:
+        return put_in(value, old, new)[0]
+    except Exception as error:  # the methods of a class may raise anything
+        found = f"has a structure of which no copy can be made ({error})"
+        misfit("An edit puts its tensor into a copy of what is around it", where, found, _ATTACH)
+
+
+# -- index= ----------------------------------------------------------------------------------------------------------
+
+# Between brackets torch would read a number that comes as a tensor, and wait for it.
+_INDEX: Final[Callable[..., Tensor]] = torch.ops.aten.index.Tensor
+_INDEX_PUT: Final[Callable[..., Tensor]] = torch.ops.aten.index_put_.default
+
+IndexLike: TypeAlias = "int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...]"
+"""What goes between the brackets of a tensor, but for None: numbers, slices, ``...``, masks, lists of places."""
+_INSIDE: Final = "Count from the end (-1 is the last), or leave dimensions out of index=."
+_MASKED: Final = "A mask has the sizes of the dimensions that it stands for; give places (a list) where they change."
+
+
+class GivenTensor:
+    """A given tensor, converted once for each device and dtype, and at each use where a gradient has to flow."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        """As it was given; training it, or changing it in place, has an effect."""
+        self.converted: dict[tuple[torch.device, torch.dtype], tuple[int, Tensor]] = {}
+        """For each device and dtype that was asked for: which version of the tensor was converted, and the result."""
+
+    def on(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor on the device of ``x``, in its own dtype or in ``dtype``."""
+        tensor = self.tensor
+        dtype = tensor.dtype if dtype is None else dtype
+        if tensor.dtype == dtype and tensor.device == x.device:
+            return tensor
+        # In a compiled graph the conversion is part of it, and fused with what follows. That of a tensor that takes
+        # gradients is recorded by autograd.
+        if torch.compiler.is_compiling() or tensor.requires_grad or not _is_lasting(x):
+            return tensor.to(device=x.device, dtype=dtype)
+        version = tensor._version
+        kept = self.converted.get((x.device, dtype))
+        if kept is None or kept[0] != version:
+            with torch.inference_mode(False):  # what is made here may serve in training later
+                kept = version, tensor.to(device=x.device, dtype=dtype)
+            self.converted[(x.device, dtype)] = kept
+        return kept[1]
+
+
+def _is_lasting(x: Tensor) -> bool:
+    """Return whether what is made beside ``x`` may be kept: not with fake tensors, transforms, or CUDA graphs."""
+    ordinary = type(x) is Tensor or isinstance(x, torch.nn.Parameter)
+    return ordinary and not _torch.in_transform() and not _torch.capturing()
+
+
+def as_tensor(value: Any, what: str) -> Tensor:
+    """Return a given tensor, number, list or array as a tensor that can be used in training."""
+    with torch.inference_mode(False):
+        if isinstance(value, Tensor):
+            return value.clone() if value.is_inference() else value
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionError(f"{what} has to be a tensor, or numbers to make one of, got {value!r}.") from error
+
+
+class EditIndex:
+    """An index as between the brackets of a tensor, one item per dimension."""
+
+    def __init__(self, given: Any) -> None:
+        self.text = index_text(given)
+        """As it was given."""
+        self.items: list[Any] = []
+        """Numbers, slices, ``...``, and places held as tensors."""
+        self.masks: list[tuple[int, tuple[int, ...]]] = []
+        """For each mask, the dimension it begins at and the shape that the activation has to have from there."""
+        self.calls = 0
+        """How often a part was asked for, outside of compiled code."""
+        self.selects = False
+        """Whether there was anything in one of these parts."""
+        with torch.inference_mode(False):  # what is kept may serve in training later
+            for item in parse_index(given):
+                self._add(item)
+            if self.items.count(Ellipsis) > 1:
+                raise OptionError(f"index={self.text} has more than one '...'.")
+            # To the compiler a number is a constant, and each position would need another graph: there, numbers are
+            # looked up as tensors.
+            self.letters = "".join(map(_letter, self.items))
+            """A letter for each item: n for a number, p for places, s for a slice, "." for ``...``."""
+            self.has_numbers = "n" in self.letters and "p" not in self.letters
+            """Whether numbers can be looked up as tensors."""
+            lettered = list(zip(self.letters, self.items, strict=True))
+            self.slices = tuple(slice(None) if letter == "n" else item for letter, item in lettered)
+            """The index without its numbers."""
+            self.numbers = [GivenTensor(torch.tensor(item)) if letter == "n" else None for letter, item in lettered]
+            """The numbers as tensors; None for other items."""
+
+    def _add(self, item: Any) -> None:
+        if not isinstance(item, Tensor):
+            self.items.append(item)
+        elif item.dtype != torch.bool:
+            self.items.append(GivenTensor(item))
+        elif Ellipsis in self.items:
+            raise OptionError(f"index={self.text} has a mask behind '...': write a slice for each dimension before.")
+        else:
+            # The places of a mask are known now. Left to the call, they would be a size that depends on data, which
+            # costs a wait on a GPU, and which no compiled graph can hold.
+            self.masks.append((len(self.items), tuple(item.shape)))
+            self.items += [GivenTensor(places) for places in item.nonzero(as_tuple=True)]
+
+    def part(self, x: Tensor, where: str) -> Tensor:
+        """Return that part of the tensor, which is the one at ``where``; torch's own errors in compiled code."""
+        for start, shape in self.masks:
+            for offset, size in enumerate(shape):
+                if x.dim() < start + len(shape) or x.shape[start + offset] != size:
+                    misfit(f"index={self.text} has a mask of shape {shape}", where, f"has shape {shape_of(x)}", _MASKED)
+        if torch.compiler.is_compiling():
+            return _INDEX(x[self.slices], self._numbers_on(x)) if self.has_numbers else x[self._on(x)]
+        try:
+            part = x[self._on(x)]
+        except (IndexError, TypeError, ValueError) as error:
+            misfit(f"index={self.text} does not fit ({error})", where, f"has shape {shape_of(x)}", _INSIDE)
+        self.calls += 1
+        self.selects = self.selects or part.numel() > 0
+        return part
+
+    def put(self, x: Tensor, part: Tensor) -> Tensor:
+        """Return a copy of the tensor with another part; the rest, and its gradients, are untouched."""
+        new = x.clone()
+        if self.has_numbers and torch.compiler.is_compiling():
+            _INDEX_PUT(new[self.slices], self._numbers_on(x), part)
+        else:
+            new[self._on(x)] = part
+        return new
+
+    def _on(self, x: Tensor) -> tuple[Any, ...]:
+        lettered = zip(self.letters, self.items, strict=True)
+        return tuple([item.on(x) if letter == "p" else item for letter, item in lettered])
+
+    def _numbers_on(self, x: Tensor) -> list[Tensor | None]:
+        """Return for each dimension of ``x`` its number, if it has one."""
+        found: list[Tensor | None] = []
+        for letter, number in zip(self.letters, self.numbers, strict=True):
+            if letter == ".":
+                found += [None] * (x.dim() - len(self.letters) + 1)
+            else:
+                found.append(None if number is None else number.on(x))
+        return found
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _letter(item: Any) -> str:
+    if isinstance(item, GivenTensor):
+        return "p"
+    return "." if item is Ellipsis else "s" if isinstance(item, slice) else "n"
+
+
+# -- edits -----------------------------------------------------------------------------------------------------------
 
 _BROADCAST: Final = "Give a tensor of that shape, or of one that broadcasts to it."
 _REAL: Final = "Give a real tensor: torch.view_as_real, or .abs()."
@@ -143,7 +374,7 @@ class Edit:
         if tensor.is_complex() and not x.is_complex():
             found = f"is of {_dtype_name(x.dtype)}"
             misfit(f"{self.word}() was given complex numbers", site_text(site), found, _REAL)
-        return given.like(x)
+        return given.on(x, x.dtype)
 
     def factor(self, k: float | GivenTensor, part: Tensor, x: Tensor, site: Where) -> float | Tensor:
         """Return a factor that fits the part."""
@@ -172,12 +403,14 @@ Heads: TypeAlias = int | Sequence[int] | None
 """One head of attention, or several; None for all."""
 
 
-def _indexed(index: IndexLike | None, head: Heads = None) -> EditIndex | None:
+def _edit(index: IndexLike | None, head: Heads, word: str, change: Any, given: Sequence[Any], shown: str) -> Edit:
+    """Return an edit of the part that ``index``, or ``head``, says."""
     if head is None:
-        return None if index is None else EditIndex(index)
+        return Edit(word, change, given, None if index is None else EditIndex(index), shown)
     if index is not None:
         raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
-    return EditIndex((slice(None), head if isinstance(head, int) else list(head)))
+    part = EditIndex((slice(None), head if isinstance(head, int) else list(head)))
+    return Edit(word, change, given, part, shown, by_head=True)
 
 
 # -- given values ----------------------------------------------------------------------------------------------------
@@ -201,14 +434,7 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None, head: Heads = 
             f"ablate() takes a number, got {type_name(value)}. For tensors there is hookline.edits.replace()."
         )
     is_whole = value == value // 1  # not so for nan and inf
-    return Edit(
-        "ablate",
-        _ablated,
-        (float(value), is_whole),
-        _indexed(index, head),
-        repr(value) if value else "",
-        by_head=head is not None,
-    )
+    return _edit(index, head, "ablate", _ablated, (float(value), is_whole), repr(value) if value else "")
 
 
 def _ablated(edit: Edit, part: Tensor, x: Tensor, site: Where, value: float, is_whole: bool) -> Tensor:
@@ -234,7 +460,7 @@ def scale(k: float | Tensor, *, index: IndexLike | None = None, head: Heads = No
         head: The head of attention to scale, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     factor = _factor(k, "The factor of scale()")
-    return Edit("scale", _scaled, (factor,), _indexed(index, head), _shown(factor), by_head=head is not None)
+    return _edit(index, head, "scale", _scaled, (factor,), _shown(factor))
 
 
 def _scaled(edit: Edit, part: Tensor, x: Tensor, site: Where, k: float | GivenTensor) -> Tensor:
@@ -262,8 +488,7 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
     """
     given = GivenTensor(as_tensor(vector, "The vector of steer()"))
     factor = _factor(k, "k= of steer()")
-    shown = f"{_shown(given)}, {_shown(factor)}"
-    return Edit("steer", _steered, (given, factor), _indexed(index, head), shown, by_head=head is not None)
+    return _edit(index, head, "steer", _steered, (given, factor), f"{_shown(given)}, {_shown(factor)}")
 
 
 def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, k: float | GivenTensor) -> Tensor:
@@ -293,7 +518,7 @@ def replace(tensor: Tensor | float, *, index: IndexLike | None = None, head: Hea
         head: The head of attention to replace, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     given = GivenTensor(as_tensor(tensor, "The tensor of replace()"))
-    return Edit("replace", _replaced, (given,), _indexed(index, head), _shown(given), by_head=head is not None)
+    return _edit(index, head, "replace", _replaced, (given,), _shown(given))
 
 
 def _replaced(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor) -> Tensor:
@@ -334,8 +559,8 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Head
         head: The head of attention to swap, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     _check_cache(cache, "swap")
-    part, by_head = _indexed(index, head), head is not None
-    return Edit("swap", _put_back, (cache, _is_as_large), part, "cache", recorded=_only_one, by_head=by_head)
+    edit = _edit(index, head, "swap", _put_back, (cache, _is_as_large), "cache")
+    return dataclasses.replace(edit, recorded=_only_one)
 
 
 def mean_ablate(
@@ -371,8 +596,8 @@ def mean_ablate(
         inside = (0, 2) if found[0].dim() > 3 else (0,)
         return _mean_of(found, inside if over is None and ":" in name else over, name)
 
-    part, by_head = _indexed(index, head), head is not None
-    return Edit("mean_ablate", _put_back, (cache, _broadcasts), part, options, recorded=mean, by_head=by_head)
+    edit = _edit(index, head, "mean_ablate", _put_back, (cache, _broadcasts), options)
+    return dataclasses.replace(edit, recorded=mean)
 
 
 def _put_back(
@@ -484,3 +709,60 @@ def _checked_dims(dims: Sequence[int], num_dims: int, name: str) -> tuple[int, .
         if not -num_dims <= dim < num_dims:
             raise OptionError(f"mean_ablate(dims={tuple(dims)}): {name!r} has {num_dims} dimensions in the cache.")
     return tuple(sorted({dim % num_dims for dim in dims}))
+
+
+# -- functions as edits ----------------------------------------------------------------------------------------------
+
+_MAKERS: Final = (ablate, mean_ablate, replace, scale, steer, swap)
+_RETURN: Final = "Return the new tensor, or the one that was given to leave it as it is."
+_SAME: Final = "Return a tensor of the shape that was given, or use hookline.attach, whose hooks may return anything."
+
+
+def as_edit(given: Any, target: Any) -> Edit:
+    """Return an edit as it is, a function as an edit; raise for anything else."""
+    if isinstance(given, Edit):
+        return given
+    is_maker = type(given) is FunctionType and given in _MAKERS
+    if not callable(given) or is_maker or isinstance(given, type | Tensor):
+        what = f"{given.__name__} without its brackets" if is_maker else type_name(given)
+        raise HookSignatureError(
+            f"The edit for {describe(target)} is {what}: give an edit (ablate(), scale(0.5), replace(tensor), …), or a "
+            "function of the activation."
+        )
+    wants_site = _check_function(given, target)
+    return Edit(hook_name(given), _call_function, (given,), wants_site=wants_site)
+
+
+def _call_function(edit: Edit, part: Tensor, x: Tensor, site: Where, function: Callable[..., Any]) -> Tensor:
+    new = function(part, site=site) if edit.wants_site else function(part)
+    if not isinstance(new, Tensor):
+        misfit(f"{edit.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
+    if new.shape != part.shape:
+        edit.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
+    if new.dtype is part.dtype and new.device == part.device:
+        return new
+    return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
+
+
+@_torch.constant_while_tracing
+def _kind_of(cls: type) -> str:
+    return cls.__name__ if cls is type(None) else f"a {cls.__name__}"
+
+
+def _check_function(function: Any, target: Any) -> bool:
+    """Return whether ``function`` declares ``site``; raise unless it can be called with an activation."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False  # some built-ins have none
+    site = signature.parameters.get("site")
+    wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
+    try:
+        signature.bind("output", **({"site": None} if wants_site else {}))
+    except TypeError as error:
+        raise HookSignatureError(
+            f"{hook_name(function)}{signature} cannot be the edit for {describe(target)}: it is called as "
+            f"edit(activation), with site= where it declares a keyword-only site ({error}). A hook of module, args and "
+            "output goes to hookline.attach."
+        ) from None
+    return wants_site

@@ -7,42 +7,37 @@ as hooks by `hookline.sites`, all or none.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import warnings
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.errors import HooklineWarning, HookSignatureError, KindError, OptionError, TargetError
-from hookline.messages import caller_stacklevel, counted, type_name
-from hookline.observe.patch.edits import Edit, ablate, mean_ablate, replace, scale, steer, swap
-from hookline.observe.patch.parts import (
+from hookline.error_policy import warn_user
+from hookline.errors import KindError, OptionError, TargetError
+from hookline.messages import counted, type_name
+from hookline.observe.patch.edits import (
+    Edit,
     EditedPlace,
     EditIndex,
-    Where,
+    as_edit,
     main_input,
     main_output,
-    misfit,
     rebuilt,
-    shape_of,
     site_text,
 )
-from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import Layers, with_role
-from hookline.sites.signature import HookTraits, hook_name
-from hookline.sites.targets import check_model, choose, describe
+from hookline.sites.signature import HookTraits
+from hookline.sites.targets import check_model, choose
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.observe.patch.parts import IndexLike
+    from hookline.observe.patch.edits import IndexLike
     from hookline.sites.site_info import Site
 
 _FORWARD: Final = Kind.FORWARD
@@ -123,7 +118,7 @@ def patch(
     if scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
     part, placed, inputs = None if index is None else EditIndex(index), [], kind is not _FORWARD
-    wanted = {target: _as_edit(given, target) for target, given in edits.items()}
+    wanted = {target: as_edit(given, target) for target, given in edits.items()}
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
@@ -167,7 +162,7 @@ class Patch(HandleSet):
         super().remove(quiet=quiet)
         for edit in edits if not quiet else ():
             if edit.index is not None and edit.index.calls and not edit.index.selects:
-                warnings.warn(_empty(edit.index), HooklineWarning, stacklevel=caller_stacklevel())
+                warn_user(_empty(edit.index))
 
 
 def _for_role(edits: Any, role: str | None, layer: Layers) -> dict[str, Any]:
@@ -230,60 +225,3 @@ class _EditInput:
         main = main_input(args, kwargs, where)
         new = self.edit.apply(main, site)
         return rebuilt(args, main, new, where), rebuilt(kwargs, main, new, where)
-
-
-# -- functions as edits --------------------------------------------------------------------------------------
-
-_MAKERS: Final = (ablate, mean_ablate, replace, scale, steer, swap)
-_RETURN: Final = "Return the new tensor, or the one that was given to leave it as it is."
-_SAME: Final = "Return a tensor of the shape that was given, or use hookline.attach, whose hooks may return anything."
-
-
-def _as_edit(given: Any, target: Any) -> Edit:
-    """Return an edit as it is, a function as an edit; raise for anything else."""
-    if isinstance(given, Edit):
-        return given
-    is_maker = type(given) is FunctionType and given in _MAKERS
-    if not callable(given) or is_maker or isinstance(given, type | Tensor):
-        what = f"{given.__name__} without its brackets" if is_maker else type_name(given)
-        raise HookSignatureError(
-            f"The edit for {describe(target)} is {what}: give an edit (ablate(), scale(0.5), replace(tensor), …), or a "
-            "function of the activation."
-        )
-    wants_site = _check_function(given, target)
-    return Edit(hook_name(given), _call_function, (given,), wants_site=wants_site)
-
-
-def _call_function(edit: Edit, part: Tensor, x: Tensor, site: Where, function: Callable[..., Any]) -> Tensor:
-    new = function(part, site=site) if edit.wants_site else function(part)
-    if not isinstance(new, Tensor):
-        misfit(f"{edit.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
-    if new.shape != part.shape:
-        edit.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
-    if new.dtype is part.dtype and new.device == part.device:
-        return new
-    return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
-
-
-@_torch.constant_while_tracing
-def _kind_of(cls: type) -> str:
-    return cls.__name__ if cls is type(None) else f"a {cls.__name__}"
-
-
-def _check_function(function: Any, target: Any) -> bool:
-    """Return whether ``function`` declares ``site``; raise unless it can be called with an activation."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return False  # some built-ins have none
-    site = signature.parameters.get("site")
-    wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
-    try:
-        signature.bind("output", **({"site": None} if wants_site else {}))
-    except TypeError as error:
-        raise HookSignatureError(
-            f"{hook_name(function)}{signature} cannot be the edit for {describe(target)}: it is called as "
-            f"edit(activation), with site= where it declares a keyword-only site ({error}). A hook of module, args and "
-            "output goes to hookline.attach."
-        ) from None
-    return wants_site
