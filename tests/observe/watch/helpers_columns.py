@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hookline.observe.watch.row import Layout
 
-__all__ = ["DTYPES", "LAYOUTS", "assert_close", "reference"]
-
 LAYOUTS = {
     "default": Layout.of(None),
     "two thresholds": Layout.of(["mean", "nan", "over:0.5", "over:2"]),

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["assert_close", "batch", "make_model", "of", "reference", "train"]
-
 _COUNTS = ("zero_fraction", "nonfinite", "nan", "inf", "min", "max", "absmax", "finite_min", "finite_max")
 
 

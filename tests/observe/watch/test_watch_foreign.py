@@ -147,6 +147,3 @@ def test_a_resumed_watch_keeps_what_it_counted() -> None:
     assert again.report()["fired"]["head/forward"] == 8
     assert again.report()["left_out"] == 12
     again.remove()
-
-
-# -- a model whose own forward is not called --------------------------------------------------------------------

@@ -8,8 +8,8 @@ Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device; dead un
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from weakref import ref
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hookline.distributed.shards import Placed, arrived, placed
-from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel, type_name
+from hookline.error_policy import error_text, warn_user
+from hookline.messages import type_name
 from hookline.observe.host_values import fetch, unit_axis
 from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
 from hookline.observe.watch.pending import PendingTensors
@@ -30,7 +30,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.kernel import KernelInput
+    from hookline.observe.watch.kernel import ExponentInput, KernelInput
     from hookline.observe.watch.row import Layout
 
 _BINS: Final = 256
@@ -103,41 +103,6 @@ BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind fo
 """What keeps each statistic."""
 
 
-def take_by_unit(
-    notes: Iterable[tuple[WatchedPlace, Tensor, Any]],
-    kernel: Kernel | None,
-    give_up: Callable[[torch.device, Exception], None],
-) -> None:
-    """Add the tensors of several places; one that cannot be read costs neither the run nor the rest.
-
-    Histograms are counted by the kernel; ``give_up`` warns if it does not work, and torch does the rest.
-    """
-    counted: dict[torch.dtype, list[tuple[WatchedPlace, ExponentBins, Tensor, Any]]] = {}
-    for place, tensor, scale in notes:
-        try:
-            for statistic in place.beside:
-                if kernel is not None and isinstance(statistic, ExponentBins):
-                    flat = readable(tensor)
-                    counted.setdefault(flat.dtype, []).append((place, statistic, flat, scale))
-                else:
-                    statistic.take(tensor.detach(), scale)
-        except Exception as error:
-            place.give_up(tensor, error)
-    for same in counted.values():
-        if kernel is not None:
-            try:
-                kernel.count([(flat, bins.on(flat.device), scale) for _, bins, flat, scale in same])
-                continue  # of one type, so that all were counted or none
-            except Exception as error:  # no compiler for C, for instance
-                give_up(same[0][2].device, error)
-                kernel = None
-        for place, bins, flat, scale in same:
-            try:
-                bins.take(flat.detach(), scale)
-            except Exception as error:
-                place.give_up(flat, error)
-
-
 def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
     """Return for each place a list for each statistic, empty if there is nothing."""
     found: dict[WatchedPlace, list[list[float]]] = {place: [[] for _ in place.beside] for place in places}
@@ -160,29 +125,25 @@ _LOCK: Final = threading.Lock()
 """Held while a row on a CPU changes."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class WatchedPlace:
     """One place in a model, and one kind of what flows through it."""
 
-    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
-
-    def __init__(self, name: str, kind: str, beside: tuple[Any, ...] = ()) -> None:
-        self.name = name
-        """Dotted name in the model."""
-        self.kind = kind
-        """The kind as in ``watch(on=...)``, or nothing for a value of the user's own."""
-        self.at_once = kind in _AT_ONCE
-        """Whether its tensors have to be reduced at once."""
-        self.deferred: Any = None
-        """The `PendingTensors` where its tensors may wait, once it is known that nothing changes them in place."""
-        self.rows: dict[torch.device, StatRow] = {}
-        self.beside = beside
-        """The statistics that are kept per unit, `AliveUnits` and `ExponentBins`."""
-        self.placed: Placed | None = None
-        """How its tensors lie on a mesh, if they are distributed (DTensor)."""
-        self.silent = ""
-        """Why something was not measured here, if that is so."""
-        self.unread = ""
-        """Why the first tensor had no numbers; of no account once another had."""
+    name: str
+    """Dotted name in the model."""
+    kind: str
+    """The kind as in ``watch(on=...)``, or nothing for a value of the user's own."""
+    beside: tuple[Any, ...] = ()
+    """The statistics that are kept per unit, `AliveUnits` and `ExponentBins`."""
+    deferred: Any = None
+    """The `PendingTensors` where its tensors may wait, once it is known that nothing changes them in place."""
+    rows: dict[torch.device, StatRow] = field(default_factory=dict)
+    placed: Placed | None = None
+    """How its tensors lie on a mesh, if they are distributed (DTensor)."""
+    silent: str = ""
+    """Why something was not measured here, if that is so."""
+    unread: str = ""
+    """Why the first tensor had no numbers; of no account once another had."""
 
     @property
     def prefix(self) -> str:
@@ -216,13 +177,11 @@ class WatchedPlace:
     def give_up(self, tensor: Any, error: Exception) -> None:
         """Warn once that the place cannot be measured; the run goes on."""
         if not self.silent:
-            self.silent = f"{type(error).__name__}: {error}"
+            self.silent = error_text(error)
             what = f", {tensor.dtype}, shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
-            warnings.warn(
+            warn_user(
                 f"The statistics of {self.label!r} ({type(tensor).__name__}{what}) could not be taken: "
-                f"{self.silent}. The run continues; exclude= leaves it out.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
+                f"{self.silent}. The run continues; exclude= leaves it out."
             )
 
     def empty(self) -> None:
@@ -407,7 +366,7 @@ class StatsEngine:
             return
         if local.device.type in _READ_ON_HOST:
             self._take_on_host(place, local, scale)
-        elif place.at_once or self.kernel(local.device) is None:
+        elif place.kind in _AT_ONCE or self.kernel(local.device) is None:
             self._take_notes(local.device, [(place, local, scale)])
         else:
             self._pending_on(local.device).take(place, local, scale)
@@ -549,8 +508,26 @@ class StatsEngine:
                 row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
     def _take_by_unit(self, notes: Sequence[_Taken], kernel: Kernel | None) -> None:
+        """Add what is kept per unit; a tensor that cannot be read costs neither the run nor the rest."""
+        counted: dict[torch.dtype, list[tuple[_Taken, ExponentInput]]] = {}
         with torch.no_grad(), self.lock:
-            take_by_unit(notes, kernel, self._give_up_kernel)
+            for place, tensor, scale in notes:
+                try:
+                    for statistic in place.beside:
+                        if kernel is None or isinstance(statistic, AliveUnits):
+                            statistic.take(tensor.detach(), scale)
+                        else:
+                            item = readable(tensor), statistic.on(tensor.device), scale
+                            counted.setdefault(item[0].dtype, []).append(((place, tensor, scale), item))
+                except Exception as error:
+                    place.give_up(tensor, error)
+            for same in counted.values():  # of one type, so that all are counted or none
+                assert kernel is not None
+                try:
+                    kernel.count([item for _, item in same])
+                except Exception as error:  # no compiler for C, for instance
+                    self._give_up_kernel(same[0][0][1].device, error)
+                    self._take_by_unit([note for note, _ in same], None)
 
     def kernel(self, device: torch.device) -> Kernel | None:
         """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""
@@ -564,12 +541,10 @@ class StatsEngine:
 
     def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
         self._kernels[device] = None
-        reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-        warnings.warn(
+        reason = why if isinstance(why, str) else error_text(why)
+        warn_user(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
-            f"kernel does not work here ({reason}).",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+            f"kernel does not work here ({reason})."
         )
 
     # -- reading, forgetting, saving ---------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
-from hookline.errors import HooklineWarning, NoMatchError, OptionError
-from hookline.messages import caller_stacklevel, suggest, type_name
+from hookline.error_policy import warn_user
+from hookline.errors import NoMatchError, OptionError
+from hookline.messages import suggest, type_name
 from hookline.observe.watch.graph import GraphHandover, find_in
 from hookline.observe.watch.row import BAD, INF, NAN
 from hookline.phases import During, phase
@@ -338,7 +338,7 @@ class ModuleStatsHook(Summary):
             elif self._is_forward and not place.silent:  # of gradients, none may have come
                 place.silent = f"there is no tensor in its output, {type_name(value)}"
                 text = f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave it out "
-                warnings.warn(f"{text}(exclude=).", HooklineWarning, stacklevel=caller_stacklevel())
+                warn_user(f"{text}(exclude=).")
         except Exception as error:  # a watch must not end the run
             place.give_up(value, error)
 

@@ -2,14 +2,14 @@
 
 `alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and each ends its steps when it likes; a trigger takes
 losses alone, by `ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that
-runs beside the next step. `CallOrder` says which of the bad places of a step was the first, as far as that is known.
+runs beside the next step. A `RowPart` says which of its bad places was the first, as far as that is known.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.observe.host_values import sent_to_host
 from hookline.observe.watch.hooks import checked_kinds
-from hookline.observe.watch.row import BAD, FIRES, Layout
-from hookline.observe.watch.watch import Watch
+from hookline.observe.watch.row import BAD, FIRES
+from hookline.observe.watch.watch import nothing_watched
 from hookline.sites import _torch
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
-from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.engine import DeviceRows, WatchedPlace
+    from hookline.observe.watch.engine import WatchedPlace
 
 _NAMED: Final = 3
 
@@ -77,24 +77,50 @@ class FirstCalls(NamedTuple):
         return f"{named}, the first among it and {name_doubts(self.doubts)}" if self.doubts else named
 
 
-@dataclass
-class CallOrder:
-    """What is known of the order of calls in a step or a micro-batch.
+def name_doubts(doubts: tuple[str, ...]) -> str:
+    """Return the other places that may have been the first, in words."""
+    more = len(doubts) - _NAMED
+    named = ", ".join(map(repr, doubts[:_NAMED]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
+# -- the monitor -----------------------------------------------------------------------------------------------------
+
+_MOST_PARTS: Final = 256
+"""Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
+
+
+@dataclass(slots=True)
+class RowPart:
+    """What was counted in one part of a step: in one micro-batch.
 
     Statistics are added up per place, and a module may be called several times in one forward, a shared dropout for
     instance. On a CPU a row notes when it got its first bad call. Elsewhere only the counts are known, so several
     places may have been the first; they are told as such.
     """
 
-    bad_rows: dict[torch.device, list[int]] = field(default_factory=dict)
+    places: Sequence[WatchedPlace]
+    """Those that the listener asked for."""
+    rows: dict[torch.device, Tensor]
+    bad_rows: dict[torch.device, list[int]]
     """The rows in the order of their first bad calls, on devices where that is noted."""
-    ordered_rows: dict[torch.device, int] = field(default_factory=dict)
+    ordered_rows: dict[torch.device, int]
     """How many rows are numbered in the order of calls: those of the first step. A later one may be called anywhere."""
+    label: Any
+    """What was said of its forward."""
+    events: list[Any]
+    """What tells that the rows have arrived on the host."""
 
-    @classmethod
-    def take(cls, rows: Mapping[torch.device, DeviceRows], ordered_rows: dict[torch.device, int]) -> CallOrder:
-        """Return the order since the last call; notes begin anew."""
-        return cls({device: found for device, of in rows.items() if (found := of.take_bad_order())}, ordered_rows)
+    def of_places(self, column: int = FIRES) -> list[PlaceRow]:
+        """Return the places that had a tensor, by first calls; with ``column``, those that have something there."""
+        arrays = {device: rows.numpy() for device, rows in self.rows.items() if bool(rows[:, column].any())}
+        found = [
+            PlaceRow(place, device, row.number, arrays[device][row.number])
+            for place in (self.places if arrays else ())
+            for device, row in place.rows.items()
+            if device in arrays and row.number < len(arrays[device]) and arrays[device][row.number, column] > 0
+        ]
+        return sorted(found, key=lambda each: each.number)
 
     def sort(self, places: Iterable[PlaceRow]) -> FirstCalls:
         """Return places by their first bad calls."""
@@ -135,44 +161,6 @@ class CallOrder:
         return FirstCalls([*first, *(place for place in by_number if place not in first)], len(first))
 
 
-def name_doubts(doubts: tuple[str, ...]) -> str:
-    """Return the other places that may have been the first, in words."""
-    more = len(doubts) - _NAMED
-    named = ", ".join(map(repr, doubts[:_NAMED]))
-    return f"{named} and {more} more" if more > 0 else named
-
-
-# -- the monitor -----------------------------------------------------------------------------------------------------
-
-_MOST_PARTS: Final = 256
-"""Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
-
-
-@dataclass(slots=True)
-class RowPart:
-    """What was counted in one part of a step: in one micro-batch."""
-
-    places: Sequence[WatchedPlace]
-    """Those that the listener asked for."""
-    rows: dict[torch.device, Tensor]
-    order: CallOrder
-    label: Any
-    """What was said of its forward."""
-    events: list[Any]
-    """What tells that the rows have arrived on the host."""
-
-    def of_places(self, column: int = FIRES) -> list[PlaceRow]:
-        """Return the places that had a tensor, by first calls; with ``column``, those that have something there."""
-        arrays = {device: rows.numpy() for device, rows in self.rows.items() if bool(rows[:, column].any())}
-        found = [
-            PlaceRow(place, device, row.number, arrays[device][row.number])
-            for place in (self.places if arrays else ())
-            for device, row in place.rows.items()
-            if device in arrays and row.number < len(arrays[device]) and arrays[device][row.number, column] > 0
-        ]
-        return sorted(found, key=lambda each: each.number)
-
-
 @dataclass(slots=True)
 class StepRows:
     """The statistics of one step, and its loss; they are on the host once `is_there`."""
@@ -204,7 +192,7 @@ class StepRows:
         bad: dict[str, PlaceRow] = {}
         num_candidates = 0
         for part in self.parts:
-            calls = part.order.sort(each for each in part.of_places(BAD) if each.label not in leave_out)
+            calls = part.sort(each for each in part.of_places(BAD) if each.label not in leave_out)
             num_candidates = num_candidates or calls.num_candidates
             for each in calls.places:
                 bad.setdefault(each.label, each)
@@ -274,7 +262,7 @@ class StepMonitor:
     def __init__(self, model: nn.Module) -> None:
         self.label: Any = None
         """What is said of the forwards that follow."""
-        self._watch = _watch_nothing(model)
+        self._watch = nothing_watched(model)
         self._listeners: list[StepListener] = []
         self._begun: list[Any] = []
         """The label of the forward that has begun since the last part, if one has."""
@@ -282,7 +270,7 @@ class StepMonitor:
 
     def add(self, listener: StepListener) -> None:
         """Watch for one more, by a new watch of all that is asked for: its rows are numbered by first calls."""
-        made = _watch_nothing(self._watch.model)
+        made = nothing_watched(self._watch.model)
         listeners = [*self._listeners, listener]
         try:
             places = [made._sites.choose(*each.asked) for each in listeners]
@@ -290,6 +278,7 @@ class StepMonitor:
         except BaseException:
             made.remove(quiet=True)
             raise
+        made._engine.rereads = False
         begun = list(self._begun)  # what is left of that pass, a backward say, is of the step under way too
         self._end_part()
         made._passes.during.load_state_dict(self._watch._passes.during.state_dict())
@@ -334,18 +323,12 @@ class StepMonitor:
         events: list[Any] = []
         rows = {device: copy_to_host(rows.copy()[:, :added], events) for device, rows in engine.device_rows.items()}
         self._ordered_rows = self._ordered_rows or {device: len(values) for device, values in rows.items()}
-        order = CallOrder.take(engine.device_rows, self._ordered_rows)
+        bad_rows = {device: found for device, of in engine.device_rows.items() if (found := of.take_bad_order())}
         self._watch.reset()  # or one NaN would stay in the sums of its place
         label = self._begun.pop()
         for each in self._listeners:
             if len(each.parts) <= _MOST_PARTS:  # who ends no step reads none
-                each.parts.append(RowPart(each.places, rows, order, label, events))
-
-
-def _watch_nothing(model: nn.Module) -> Watch:
-    made = Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
-    made._engine.rereads = False
-    return made
+                each.parts.append(RowPart(each.places, rows, bad_rows, self._ordered_rows, label, events))
 
 
 _MONITORS: Final[WeakValueDictionary[int, StepMonitor]] = WeakValueDictionary()
@@ -374,12 +357,9 @@ def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclu
 
 def copy_to_host(values: Tensor, events: list[Any]) -> Tensor:
     """Copy numbers to the host without waiting; what tells that they have arrived is added to ``events``."""
-    if values.device.type == "cpu":
-        return values.clone() if not values.dim() else values
     if values.device.type != "cuda":
-        return values.cpu()
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
+        return values.cpu() if values.dim() else values.cpu().clone()
+    host: Tensor = sent_to_host(values)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(values.device))
     events.append(event)

@@ -216,17 +216,6 @@ def _values(name: str, cells: Mapping[str, NDArray[np.float64]]) -> NDArray[np.f
             return cells[name] / count  # over a threshold
 
 
-def merge(one: Sequence[float], other: Sequence[float], num_added: int) -> list[float]:
-    """Return two rows as one."""
-    both = list(zip(one, other, strict=True))
-    return [a + b for a, b in both[:num_added]] + [_larger(a, b) for a, b in both[num_added:]]
-
-
-def _larger(one: float, other: float) -> float:
-    """Return the larger number; NaN if either is."""
-    return one if one != one or one > other else other
-
-
 def merge_into(rows: NDArray[np.float64], index: Any, found: NDArray[np.float64], num_added: int) -> None:
     """Merge rows into some of a table."""
     rows[index, :num_added] += found[:, :num_added]
@@ -297,8 +286,10 @@ def reduce(tensor: Tensor, layout: Layout, factor: float = 1.0) -> list[float]:
     num_added = len(layout.added)
     blocks = [flat] if flat.numel() <= _BLOCK else torch.split(flat, _BLOCK)
     found, *others = [_of_block(_as_float(block), layout, 1.0 / factor) for block in blocks]
-    for row in others:
-        found = merge(found, row, num_added)
+    if others:
+        rows = np.array([found, *others])
+        with np.errstate(all="ignore"):
+            found = [*rows[:, :num_added].sum(0).tolist(), *rows[:, num_added:].max(0).tolist()]
     if times > 1:
         found[:num_added] = [times * value for value in found[:num_added]]
     if factor != 1.0:
@@ -320,7 +311,7 @@ def _once(tensor: Tensor) -> tuple[Tensor, int]:
 def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     """Return the row of a block; thresholds are in multiples of ``unit``."""
     count = block.numel()
-    low, high = (block.amin().item(), block.amax().item()) if layout.extremes else (math.inf, -math.inf)
+    low, high = _extremes(block) if layout.extremes else (math.inf, -math.inf)
     total, squares = _moments(block, layout, low, high) if layout.moments else (0.0, 0.0)
     ends = (low, high) if layout.extremes else (total, squares)
     is_odd = not (math.isfinite(ends[0]) and math.isfinite(ends[1]))  # squares of float64 may be too large, too
@@ -330,6 +321,12 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     zeros = _zeros(block) if layout.zeros else 0
     over = [_count_over(block, threshold * unit) for threshold in layout.thresholds]
     return [0, count, total, squares, zeros, nan + inf > 0, nan, inf, *over, -low, high, -finite_low, finite_high]
+
+
+def _extremes(block: Tensor) -> tuple[float, float]:
+    """Return the least and the largest number; NaN if there is one."""
+    low, high = torch.aminmax(block)  # one call takes 0.6 of the time of two
+    return low.item(), high.item()
 
 
 def _moments(block: Tensor, layout: Layout, low: float, high: float) -> tuple[float, float]:
@@ -366,7 +363,7 @@ def _details(block: Tensor) -> tuple[int, int, float, float]:
     finite = block[block.isfinite()]
     nan = int(block.isnan().sum())
     rest = finite.numel()
-    low, high = (finite.amin().item(), finite.amax().item()) if rest else (math.inf, -math.inf)
+    low, high = _extremes(finite) if rest else (math.inf, -math.inf)
     return nan, block.numel() - rest - nan, low, high
 
 

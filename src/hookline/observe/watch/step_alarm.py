@@ -210,10 +210,10 @@ class StepAlarm(ShownAsTable):
             if what:
                 found[what][each] = value, usual
         was_high, self._is_high = self._is_high, bool(found["spike"])
-        bad = part.order.sort([*found["NaN"], *found["Inf"]]).places
+        bad = part.sort([*found["NaN"], *found["Inf"]]).places
         first_first = dict.fromkeys("NaN" if place in found["NaN"] else "Inf" for place in bad)
         for what in (*first_first, *(["spike"] if self._is_high and not was_high else [])):
-            calls = part.order.sort(found[what])
+            calls = part.sort(found[what])
             first = calls.places[0]
             seen = what, *found[what][first], len(calls.places), first.number, part.label, calls.doubts
             self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))

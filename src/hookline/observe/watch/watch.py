@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.distributed.ranks import is_distributed
-from hookline.errors import HooklineWarning, OptionError
-from hookline.messages import caller_stacklevel, type_name
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError
+from hookline.messages import type_name
 from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.hooks import (
     BY_FORWARD,
@@ -368,8 +368,7 @@ class Watch(ShownAsTable):
         self._engine.flush()
         during = self._passes.during
         if during.left_out and not during.counted and not quiet:
-            text = f"This watch of {type_name(self.model)} has counted nothing; {during.in_words()}."
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(f"This watch of {type_name(self.model)} has counted nothing; {during.in_words()}.")
 
     def __enter__(self) -> Self:
         return self
@@ -379,11 +378,12 @@ class Watch(ShownAsTable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As with handles: a copied or unpickled model carries no hooks, so a watch that it keeps has counted nothing.
-        return _nothing_watched, ()
+        return nothing_watched, (nn.Identity(),)
 
 
-def _nothing_watched() -> Watch:
-    return Watch(nn.Identity(), Layout.of(None), StepSchedule(), frozenset({"train"}), None)
+def nothing_watched(model: nn.Module) -> Watch:
+    """Return a watch of nothing: what becomes of a copied one, and where a monitor of steps begins."""
+    return Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
 
 
 # -- a budget --------------------------------------------------------------------------------------------------------
