@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_py
 from torch.utils._python_dispatch import TorchDispatchMode
 
+__all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
+
 APPLY_IS_PYTHON: Final = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 """Whether ``Function.apply`` looks the C++ one up by ``super()``: torch 2.11 to 2.13. From 2.14 on it is that one."""
 
