@@ -441,7 +441,7 @@ class _Here(EngineSide):
 
         sampling = {"temperature": how.temperature, "top_k": 0, "top_p": 1.0, "logprobs": 1}
         asked: list[Any] = [SimpleNamespace(id=str(n), prompt_ids=ids, **sampling) for n, ids in enumerate(prompts)]
-        rows: list[Any] = [SimpleNamespace(request=each, last=0, position=len(each.prompt_ids) - 1) for each in asked]
+        rows: list[Any] = [SimpleNamespace(request=each, answer=[], position=len(each.prompt_ids) - 1) for each in asked]
         draws, steps = [Random(first + number) for number in range(len(rows))], list[list[ChosenToken]]()
         batch = RowBatch(self._forward, rows)
         tapped = attach(self._scorer.model, how.layers, keep, name="parity") if watched > 0 else nullcontext()
@@ -449,7 +449,8 @@ class _Here(EngineSide):
             for place in range(how.new_tokens):
                 steps.append(choose(batch.decode() if place else batch.prefill(), asked, draws))
                 for row, token in zip(rows, steps[-1], strict=True):
-                    row.last, row.position = max(token.id, 0), row.position + 1  # without numbers there is none
+                    row.answer.append(max(token.id, 0))  # without numbers there is none
+                    row.position += 1
         whole = {name: torch.cat(each, 1) for name, each in parts.items()}
         found = []
         for number, (prompt, tokens) in enumerate(zip(prompts, zip(*steps, strict=True), strict=True)):

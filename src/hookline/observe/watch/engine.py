@@ -325,7 +325,8 @@ class StatsEngine:
         self.layout = layout
         self.rereads = True
         """Whether a tensor is read anew that was the last one too, as where a module returns what its last child has
-        returned. What ``.data`` has written to it in between has made no new version of it."""
+        returned. What ``.data`` has written to it in between has made no new version of it; nor has compiled code, so
+        that what it hands over is always read."""
         self._last: tuple[Callable[[], Tensor | None], int, list[float]] = (lambda: None, 0, [])
         """The last tensor on the CPU, its version, and its row."""
         self.places: dict[tuple[str, str], WatchedPlace] = {}
@@ -365,7 +366,7 @@ class StatsEngine:
         if local is None:
             return
         if local.device.type in _READ_ON_HOST:
-            self._take_on_host(place, local, scale)
+            self._take_on_host(place, local, scale, rereads=self.rereads)
         elif place.kind in _AT_ONCE or self.kernel(local.device) is None:
             self._take_notes(local.device, [(place, local, scale)])
         else:
@@ -412,15 +413,12 @@ class StatsEngine:
             place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
         return local
 
-    def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
-        if self.rereads:
+    def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any, *, rereads: bool = True) -> None:
+        last, version, found = self._last
+        now = 0 if local.is_inference() else local._version
+        if rereads or last() is not local or version != now:
             found = reduce(local.cpu(), self.layout, factor_of(scale))
-        else:
-            last, version, found = self._last
-            now = 0 if local.is_inference() else local._version
-            if last() is not local or version != now:
-                found = reduce(local.cpu(), self.layout, factor_of(scale))
-                self._last = ref(local), now, found
+            self._last = ref(local), now, found
         self.row(place, _CPU).merge(found)
         if place.beside:
             self._take_by_unit([(place, local, scale)], None)
