@@ -441,7 +441,7 @@ class _Here(EngineSide):
 
         sampling = {"temperature": how.temperature, "top_k": 0, "top_p": 1.0, "logprobs": 1}
         asked: list[Any] = [SimpleNamespace(id=str(n), prompt_ids=ids, **sampling) for n, ids in enumerate(prompts)]
-        rows: list[Any] = [SimpleNamespace(request=each, answer=[], position=len(each.prompt_ids) - 1) for each in asked]
+        rows: list[Any] = [SimpleNamespace(request=one, answer=[], position=len(one.prompt_ids) - 1) for one in asked]
         draws, steps = [Random(first + number) for number in range(len(rows))], list[list[ChosenToken]]()
         batch = RowBatch(self._forward, rows)
         tapped = attach(self._scorer.model, how.layers, keep, name="parity") if watched > 0 else nullcontext()
