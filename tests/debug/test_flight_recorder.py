@@ -28,6 +28,9 @@ def test_the_steps_before_a_nan_are_written_with_batch_and_loss(tmp_path: Path) 
     """Three steps of a loop of one's own."""
     run, path = Run(log_of_negative), tmp_path / "flight.json"
     recorder, loader = FlightRecorder(to=path, keep=3), DataLoader(run.data, batch_size=None)
+    means: list[float] = []
+    layer = run.model.get_submodule("layers.3")
+    handle = layer.register_forward_hook(lambda module, args, output: means.append(output.mean().item()))
     with hl.follow(run.model, run.optimizer, [recorder], loader=loader):
         for batch in loader:
             run.step(batch)
@@ -38,6 +41,8 @@ def test_the_steps_before_a_nan_are_written_with_batch_and_loss(tmp_path: Path) 
     assert flight.steps[2]["loss"] == "nan"
     assert flight.steps[2]["bad"].startswith("layers.7/forward")
     assert 0 < flight.steps[1]["statistics"]["layers.11/backward"]["norm"] < 10
+    assert flight.steps[1]["statistics"]["layers.3/forward"]["mean"] == pytest.approx(means[1], rel=1e-3)
+    handle.remove()
     assert "layers.7/forward" in str(flight)
     hl.assert_no_hooks(run.model)
 

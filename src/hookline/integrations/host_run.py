@@ -554,10 +554,12 @@ class HostRetention(GradientRetention):
         """Copy the gradients that there are now, if a hook needs them in the next step, which is ``step``."""
         if self._may_need_previous and self._manager.plan.needs("needs_prev_step_grads", step=step):
             self._kept = self._gradients.copy()
+            if not self._kept and self._has_trained:
+                self._warn_of_none("those of the step before")
 
     def begin_step(self, position: int) -> None:
         """Show the gradients of the step before in this one."""
-        self.previous, self._kept = self._kept, None
+        self.previous, self._kept = self._kept, {} if self._may_need_previous else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know, between two steps, without copying."""
@@ -566,7 +568,8 @@ class HostRetention(GradientRetention):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         super().load_state_dict(state)
-        self._kept = state["previous"] or self._kept
+        if self._may_need_previous:
+            self._kept = self._gradients.placed(state["previous"] or {})
 
 
 # -- the state of a run, for the host's checkpoint -----------------------------------------------------------------

@@ -51,7 +51,8 @@ def sent_to_host(value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or value.device.type != "cuda":
         return value
-    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    host = torch.empty_like(value, device="cpu", pin_memory=True, requires_grad=False)
+    return host.copy_(value, non_blocking=True)
 
 
 def _grouped(tensors: list[Tensor], positions: Iterable[int]) -> list[list[int]]:

@@ -510,8 +510,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module, sums: Mapping[str, Tensor] | None = None, num_steps: int = 0) -> None:
         self._model = model
-        known = self._parameters if sums else {}
-        self.sums = {name: total.to(known[name].device) for name, total in (sums or {}).items() if name in known}
+        self.sums = self.placed(sums or {})
         self.num_steps = num_steps
         """How many steps were added."""
 
@@ -524,6 +523,11 @@ class Gradients:
                     seen.add(id(parameter))
                     named[f"{prefix}.{key}" if prefix else key] = parameter
         return named
+
+    def placed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return gradients by name, each on the device of its parameter."""
+        known = self._parameters if gradients else {}
+        return {name: each.to(known[name].device) for name, each in gradients.items() if name in known}
 
     def copy(self) -> dict[str, Tensor]:
         """Return copies of the gradients that there are now."""

@@ -112,7 +112,7 @@ class FlightRecorder(TrainingHook):
         target = blocks_of(model) if self._target is None else self._target
         self._wraps, self._handled = False, sys.exception()
         try:
-            self._listener = listen(model, target, on=("forward", "backward"))
+            self._listener = listen(model, target, on=("forward", "backward"), stats=("mean", "norm"))
         except HooklineError as error:
             logger.warning("no flight recorder: %s", error)
 

@@ -61,7 +61,7 @@ def replay_check(
     parts = (model, join_optimizers(optimizer), scheduler, scaler)
     optimizers = [unwrap_optimizer(each) for each in list_optimizers(optimizer)]
     runs: list[list[_Result]] = []
-    with in_phase("intervention"), only_steps_of(optimizers):
+    with in_phase("intervention"), only_steps_of(list_optimizers(optimizer)):
         for _ in range(times):
             with rollback(*parts, loader=loader, batch=args):
                 runs.append(_run(step_fn, args, model, optimizers))
@@ -136,7 +136,8 @@ class _ResultRun(OperatorRun):  # type: ignore[no-untyped-call]
         return result
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
+        if self._running:  # a forward may have begun in another thread before
+            self._running.pop()
 
 
 def _compare(runs: list[list[_Result]]) -> Replay:

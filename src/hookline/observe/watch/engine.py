@@ -415,10 +415,10 @@ class StatsEngine:
 
     def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any, *, rereads: bool = True) -> None:
         last, version, found = self._last
-        now = 0 if local.is_inference() else local._version
-        if rereads or last() is not local or version != now:
+        if rereads or local.is_inference() or last() is not local or version != local._version:
             found = reduce(local.cpu(), self.layout, factor_of(scale))
-            self._last = ref(local), now, found
+            if not (self.rereads or local.is_inference()):
+                self._last = ref(local), local._version, found
         self.row(place, _CPU).merge(found)
         if place.beside:
             self._take_by_unit([(place, local, scale)], None)
@@ -520,12 +520,14 @@ class StatsEngine:
                 except Exception as error:
                     place.give_up(tensor, error)
             for same in counted.values():  # of one type, so that all are counted or none
-                assert kernel is not None
-                try:
-                    kernel.count([item for _, item in same])
-                except Exception as error:  # no compiler for C, for instance
-                    self._give_up_kernel(same[0][0][1].device, error)
-                    self._take_by_unit([note for note, _ in same], None)
+                if kernel is not None:
+                    try:
+                        kernel.count([item for _, item in same])
+                        continue
+                    except Exception as error:  # no compiler for C, for instance
+                        self._give_up_kernel(same[0][0][1].device, error)
+                        kernel = None
+                self._take_by_unit([note for note, _ in same], None)
 
     def kernel(self, device: torch.device) -> Kernel | None:
         """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""

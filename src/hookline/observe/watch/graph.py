@@ -159,7 +159,7 @@ class GraphHandover:
         self._tables: dict[int, list[Tensor]] = {}
         """By stream: another one does not wait until a table is there."""
         self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
-        """By stream, address of the scale, and addresses of the tensors."""
+        """By stream, address of the scale, and addresses and sizes of the tensors."""
 
     def take(self, found: list[Tensor], scale: Any) -> None:
         """Add the tensors of one call, divided by ``scale``."""
@@ -192,10 +192,11 @@ class GraphHandover:
     def _read_whole(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> bool:
         """Read tensors where they lie; return False if that cannot be done."""
         divisor = None if scale is None else kernel.divisor(scale)
-        key = (stream, 0 if divisor is None else divisor.data_ptr(), *[tensor.data_ptr() for tensor in found])
+        at = [number for tensor in found for number in (tensor.data_ptr(), tensor.numel())]  # sizes may be open
+        key = (stream, 0 if divisor is None else divisor.data_ptr(), *at)
         call = self._calls.get(key)
         if call is None:
-            if not all(map(is_read_in_place, found)):
+            if not all(is_read_in_place(tensor) and tensor.device == found[0].device for tensor in found):
                 return False
             rows = [(found[share.first], self._engine.row(place, found[0].device)) for place, share in self._shares]
             call = self._calls[key] = kernel.prepare([(tensor, row, divisor) for tensor, row in rows])

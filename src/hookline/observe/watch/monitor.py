@@ -234,12 +234,14 @@ class StepListener(ArrivingSteps):
     Args:
         monitor: What watches the model.
         asked: The target, what to leave out, and the kinds.
+        stats: The statistics that it reads.
     """
 
-    def __init__(self, monitor: StepMonitor, asked: tuple[Target, Target, list[str]]) -> None:
+    def __init__(self, monitor: StepMonitor, asked: tuple[Target, Target, list[str]], stats: Sequence[str]) -> None:
         super().__init__()
         self.monitor = monitor
         self.asked = asked
+        self.stats = stats
         self.places: list[WatchedPlace] = []
         """Those that it asked for."""
         self.parts: list[RowPart] = []
@@ -270,8 +272,8 @@ class StepMonitor:
 
     def add(self, listener: StepListener) -> None:
         """Watch for one more, by a new watch of all that is asked for: its rows are numbered by first calls."""
-        made = nothing_watched(self._watch.model)
         listeners = [*self._listeners, listener]
+        made = nothing_watched(self._watch.model, [name for each in listeners for name in each.stats])
         try:
             places = [made._sites.choose(*each.asked) for each in listeners]
             made._switch()  # it follows no optimizer: listeners say when steps are over
@@ -335,7 +337,14 @@ _MONITORS: Final[WeakValueDictionary[int, StepMonitor]] = WeakValueDictionary()
 """Those that somebody listens to, by the identity of the model, which they keep."""
 
 
-def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclude: Target = None) -> StepListener:
+def listen(
+    model: nn.Module,
+    target: Target = "*",
+    *,
+    on: Collection[str],
+    exclude: Target = None,
+    stats: Sequence[str] = ("norm",),
+) -> StepListener:
     """Watch a model for one more listener, and return what hands out steps.
 
     Args:
@@ -343,6 +352,7 @@ def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclu
         target: Which modules, and with them the parameters below.
         on: What of them, as for `watch`.
         exclude: Modules and parameters to leave out.
+        stats: The statistics that are read of each row; what is not finite is counted in any case.
     """
     check_model(model, target)
     kinds = checked_kinds(on)
@@ -350,7 +360,7 @@ def listen(model: nn.Module, target: Target = "*", *, on: Collection[str], exclu
         raise OptionError("on= names what forwards and backwards make, not 'param' or 'param_grad': watch() has those.")
     model = unwrap(model)
     monitor = _MONITORS.setdefault(id(model), StepMonitor(model))
-    listener = StepListener(monitor, (target, exclude, kinds))
+    listener = StepListener(monitor, (target, exclude, kinds), stats)
     monitor.add(listener)
     return listener
 

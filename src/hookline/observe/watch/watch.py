@@ -381,9 +381,9 @@ class Watch(ShownAsTable):
         return nothing_watched, (nn.Identity(),)
 
 
-def nothing_watched(model: nn.Module) -> Watch:
+def nothing_watched(model: nn.Module, stats: Sequence[str] = ("norm",)) -> Watch:
     """Return a watch of nothing: what becomes of a copied one, and where a monitor of steps begins."""
-    return Watch(model, Layout.of("norm"), StepSchedule(), frozenset({"train"}), None)
+    return Watch(model, Layout.of(stats), StepSchedule(), frozenset({"train"}), None)
 
 
 # -- a budget --------------------------------------------------------------------------------------------------------

@@ -67,15 +67,15 @@ def _arrange_joint(graph: Any, found: _Found) -> None:
         joined = [node for node in by_row if 0 <= _num_rows(node) <= _MOST_ROWS]
         whole = [node for node in calls if _is_whole(node) and (has_backward or node in small)]
         groups = _held_groups([node for node in whole if _num_bytes_of(node) < math.inf])
+        done = {*joined, *(node for some in groups for node in some)}
+        rest = [node for node in calls if node not in done and (node in by_row or (node in whole and node in small))]
+        if len(rest) > 1:
+            groups.append(rest)
         sides += bool(joined or groups)
         if joined:
             _join_rows(graph, joined, found.join)
         for some in groups:
             _hand_over(graph, some)
-        done = {*joined, *(node for some in groups for node in some)}
-        rest = [node for node in calls if node not in done and (node in by_row or (node in whole and node in small))]
-        if len(rest) > 1:
-            _hand_over(graph, rest)
     if sides:
         _Early.begin(found.find, sides)
 
@@ -109,7 +109,7 @@ def _arrange_side(graph: Any, find: Any) -> None:
                 if each.target is operator.getitem or each is node:
                     last.append(each)
                     last = each
-    for node in [node for node in graph.nodes if node.target is ops.SINK_ALL]:
+    for node in [node for node in graph.nodes if node.target is ops.SINK_ALL and node.args[2]]:
         last = max((each for each in node.args[2]), key=order.__getitem__)
         if last.op != "placeholder" and last.target is not operator.getitem:
             last.append(node)
