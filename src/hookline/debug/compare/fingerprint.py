@@ -7,7 +7,7 @@ prime, so that a difference in one row, one feature or one head of a tensor spre
 after 32 rows, a block, and there each block and group has one more. The hash adds up 8-byte words of all rows by
 column, and multiplies these by odd numbers; additions wrap around, so that no order of them matters.
 
-On one core, 262,144 float32: extremes 69 µs, sum and squares 85, sketch 98, hash 61.
+On one core, 262,144 float32: extremes 123 µs, sum and squares 154, sketch 291, hash 135.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel
 from hookline.observe.watch.kernel import is_available, kernel_types, on_device
 from hookline.observe.watch.pending import PendingTensors
+from hookline.observe.watch.row import extremes
 
 EIGHTS: Final = 251
 COLUMNS: Final = 8 * EIGHTS
@@ -107,13 +108,13 @@ def fingerprint_on_cpu(tensor: Tensor, last: FoundNumbers | None = None) -> Foun
     count = numbers.numel()
     if not count:
         return FoundNumbers((0.0, 0.0, 0.0, 0, 0), 0, np.zeros(GROUPS), memory)
-    low, high = (end.item() for end in numbers.aminmax())
+    low, high = extremes(numbers)
     nan = inf = 0
     if not (math.isfinite(high) and math.isfinite(low)):
         nan = int(numbers.isnan().sum())
         inf = int(numbers.isinf().sum())
         numbers = torch.nan_to_num(numbers, 0.0, 0.0, 0.0)
-        low, high = (end.item() for end in numbers.aminmax())
+        low, high = extremes(numbers)
     total, squares = _moments(numbers, max(high, -low))
     found = (total / count, math.sqrt(squares), max(high, -low), nan, inf)
     with np.errstate(over="ignore", invalid="ignore"):  # of numbers near 1e38 the sums are infinite, or NaN

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
-_MOMENTS: Final = frozenset({"mean", "std", "norm", "rms"})
+_OF_SQUARES: Final = frozenset({"mean", "std", "norm", "rms"})
+"""A mean too: squares tell whether it is so far from 0 that it has to be taken again about itself."""
 _OF_SUMS: Final = frozenset({"mean", "std"})
 _EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
@@ -53,7 +54,7 @@ class Layout:
     """The statistics by name, in the order they are reported."""
     thresholds: tuple[float, ...] = ()
     """Count the numbers whose magnitude is over each of these."""
-    moments: bool = True
+    squares: bool = True
     """Whether sums of squares are needed."""
     sums: bool = True
     """Whether sums are needed."""
@@ -79,7 +80,7 @@ class Layout:
         return cls(
             stats=tuple(dict.fromkeys(_over_name(_threshold(name)) if _is_over(name) else name for name in names)),
             thresholds=thresholds,
-            moments=not wanted.isdisjoint(_MOMENTS),
+            squares=not wanted.isdisjoint(_OF_SQUARES),
             sums=not wanted.isdisjoint(_OF_SUMS),
             extremes=not wanted.isdisjoint(_EXTREMES | {"nonfinite"} | _DETAILS),
             zeros="zero_fraction" in wanted,
@@ -311,8 +312,8 @@ def _once(tensor: Tensor) -> tuple[Tensor, int]:
 def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     """Return the row of a block; thresholds are in multiples of ``unit``."""
     count = block.numel()
-    low, high = _extremes(block) if layout.extremes else (math.inf, -math.inf)
-    total, squares = _moments(block, layout, low, high) if layout.moments else (0.0, 0.0)
+    low, high = extremes(block) if layout.extremes else (math.inf, -math.inf)
+    total, squares = _moments(block, layout, low, high) if layout.squares else (0.0, 0.0)
     ends = (low, high) if layout.extremes else (total, squares)
     is_odd = not (math.isfinite(ends[0]) and math.isfinite(ends[1]))  # squares of float64 may be too large, too
     nan, inf, finite_low, finite_high = _details(block) if is_odd else (0, 0, low, high)
@@ -323,7 +324,7 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     return [0, count, total, squares, zeros, nan + inf > 0, nan, inf, *over, -low, high, -finite_low, finite_high]
 
 
-def _extremes(block: Tensor) -> tuple[float, float]:
+def extremes(block: Tensor) -> tuple[float, float]:
     """Return the least and the largest number; NaN if there is one."""
     low, high = torch.aminmax(block)  # one call takes 0.6 of the time of two
     return low.item(), high.item()
@@ -363,7 +364,7 @@ def _details(block: Tensor) -> tuple[int, int, float, float]:
     finite = block[block.isfinite()]
     nan = int(block.isnan().sum())
     rest = finite.numel()
-    low, high = _extremes(finite) if rest else (math.inf, -math.inf)
+    low, high = extremes(finite) if rest else (math.inf, -math.inf)
     return nan, block.numel() - rest - nan, low, high
 
 
