@@ -59,7 +59,11 @@ class Runner:
             return self.model(input_ids=ids, positions=torch.arange(sum(counts)))
 
 
-class Worker(HookExtension):
+class _WorkerBase:
+    pass
+
+
+class Worker(_WorkerBase):
     """A stand-in for vLLM's worker."""
 
     def __init__(self, context, *, compiled=True, rank=0, tp=1, **options):
@@ -86,6 +90,9 @@ class Worker(HookExtension):
         with torch.inference_mode():
             self.get_model()(input_ids=torch.full((8,), 1e6), positions=torch.arange(8))
         return "warm"
+
+
+Worker.__bases__ += (HookExtension,)  # as vLLM does, when the class is long made
 
 
 class Engine:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from helpers_vllm_worker import KEPT, PROMPTS, STATS, Engine, Worker
 from torch import nn
 
 from hookline.engines import live_hooks
-from hookline.engines.vllm import VllmHooks, extension
+from hookline.engines.vllm import VllmHooks
 from hookline.errors import EngineBusy, HookNameError, NoMatchError, NotAllowedError, OptionError
 from hookline.factories import ProbeHead
 
@@ -178,14 +176,10 @@ def test_wrong_options_of_a_request_harm_nobody(context):
             hooks.states(key)
 
 
-def test_hooks_of_the_start_wait_for_the_warm_up(context, tmp_path, monkeypatch):
+def test_hooks_of_the_start_wait_for_the_warm_up(context, tmp_path):
     file = tmp_path / "hooks.json"
     file.write_text('[{"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}]')
-    base = type("Base", (Worker,), {"load_model": lambda self: "loaded"})
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=base))
-    extension.watch_loading()
-    extension.watch_loading()
-    worker = base(context, hooks=str(file))
+    worker = Worker(context, hooks=str(file))
     assert worker.load_model() == "loaded"
     engine = Engine(worker)
     hooks = VllmHooks(engine)

@@ -62,6 +62,12 @@ class HookExtension:
         llm.collective_rpc("hookline_list")
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a worker that begins with hooks when its model is loaded; vLLM makes this a last base of its class."""
+        worker = super().__new__(cls)
+        wrap(worker, "load_model", after=lambda *_, **__: _start(worker))
+        return worker
+
     @_answering
     def hookline_describe(self) -> dict[str, Any]:
         """Return what kind of engine it is, and how many steps and tokens hooks could see."""
@@ -380,22 +386,10 @@ class WorkerHooks:
 # -- the start of an engine --------------------------------------------------------------------------------------
 
 
-def watch_loading() -> None:
-    """Have workers with this extension attach the hooks of the start once their model is loaded; may be called again.
-
-    An extension is a last base of the worker's class, so that it cannot override ``load_model``.
-    """
-    worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
-    if worker is not None:
-        wrap(worker, "load_model", after=_start)
-
-
-def _start(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+def _start(worker: HookExtension) -> None:
     """Attach the hooks that the engine was started with when it has warmed up: those numbers are no one's."""
     from hookline.runs.documents import specs_of_file
 
-    if not isinstance(worker, HookExtension):
-        return
     try:
         hooks = _hooks_of(worker)
     except OptionError as error:
@@ -408,6 +402,3 @@ def _start(result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     if specs:
         wrap(worker, "compile_or_warm_up_model", after=lambda *_: hooks.add(specs, strict=False, origin="start"))
     wrap(worker, "shutdown", before=lambda *_, **__: hooks.close())  # exports are written to the end
-
-
-watch_loading()
