@@ -126,11 +126,11 @@ def attach(
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
+    attachment = new_attachment(wanted, kind, options)
     if kind is Kind.PARAM_GRAD:
         parameters = found_by(lambda: select_parameters(model, place, exclude=exclude), strict=strict)
-        return attach_to_parameters(new_attachment(wanted, kind, options), model, parameters)
-    chosen = choose(model, place, exclude, strict=strict)
-    return attach_to_modules(new_attachment(wanted, kind, options), model, chosen)
+        return attach_to_parameters(attachment, model, parameters)
+    return attach_to_modules(attachment, model, choose(model, place, exclude, strict=strict))
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -173,7 +173,6 @@ def new_attachment(
         in_place=traits.in_place,
         is_traced=not options.observe and kind in _TRACED and (traits.may_edit or traits.in_place),
         reads=traits.reads,
-        context=open_context() if options.scope == "context" else None,
     )
     if isinstance(hook, PerSiteHook) and kind is Kind.FORWARD and site_type is MODULE:
         _call_per_site(attachment, hook)
@@ -204,6 +203,8 @@ def _call_per_site(attachment: Attachment, hook: PerSiteHook) -> None:
 
 def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
+    if attachment.options.scope == "context":
+        attachment.context = open_context()
     handle = HookHandle(attachment)
     with LOCK:
         sweep()
