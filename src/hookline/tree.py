@@ -229,12 +229,14 @@ def main_tensor(value: Any) -> Tensor | None:
     """Return the first tensor of real numbers that is more than one number, else the first tensor, else None."""
     if isinstance(value, Tensor):
         return value
-    return main_of(tensors_of(value))
+    return main_of(leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def main_of(tensors: list[Tensor]) -> Tensor | None:
-    """Return the same, of the tensors in the order they come in the structure."""
+def main_of(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the same, of the tensors in the order they come in the structure; no more are asked for than needed."""
+    first: Tensor | None = None
     for tensor in tensors:
         if tensor.dim() and tensor.is_floating_point():
             return tensor
-    return tensors[0] if tensors else None
+        first = tensor if first is None else first
+    return first
