@@ -225,12 +225,9 @@ class RunExperiment:
     @property
     def epochs_to_snapshot(self) -> int | None:
         """How many epochs from one snapshot to the next; None in the step loop."""
-        if self.loop == "step":
-            return None
-        if self.snapshot_every is not None:
-            return self.snapshot_every
-        own = getattr(getattr(self.experiment, "config", None), "snapshot_every", None)
-        return 1 if own is None else int(own)
+        from hookline.training.loops import distance_of_snapshots
+
+        return None if self.loop == "step" else distance_of_snapshots(self.experiment, self.snapshot_every, "epoch")
 
     def train(self, manager: Any, context: Mapping[str, Any], **options: Any) -> Any:
         """Run the loop, and return its result; `context` is what hooks and sinks are told of the run."""
