@@ -196,21 +196,6 @@ def test_records_are_kept_in_order_with_their_moment_and_context():
     assert sink.records[1].hook_point == "POST_EPOCH"
 
 
-def test_a_sink_of_ones_own_needs_emit_alone():
-    """The rest of the protocol does nothing by default."""
-
-    class Printer(hl.MetricSink):
-        def emit(self, metrics, epoch, hook_point):
-            seen.append(metrics)
-
-    seen: list[object] = []
-    sink = Printer()
-    sink.set_run_context(strategy="any")
-    sink.emit({"a": 1}, 0, None)
-    sink.flush()
-    assert seen == [{"a": 1}]
-
-
 def train(*sinks, steps: int = 5, **options) -> None:
     """Five steps with three batches a pass, a snapshot at 0, 2 and 4, and an evaluation before the first step."""
     experiment = linear_experiment(3, evaluate=lambda model: {"accuracy": 0.5})

@@ -180,15 +180,6 @@ def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
     assert hook.seen == []
 
 
-def order(*hooks, point=POST_EPOCH):
-    return [row.hook for row in HookManager(hooks=hooks).plan.rows if row.point == point.name]
-
-
-def test_without_wishes_hooks_run_as_given_observers_first():
-    """Interventions after all observers, whatever was given first."""
-    assert order(intervention("i"), observer("b"), intervention("h"), observer("a")) == ["b", "a", "i", "h"]
-
-
 def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
     """As a table, in the order of the loop."""
     hooks = [
@@ -205,16 +196,6 @@ def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
         "SNAPSHOT    2  hessian  intervenes (grads)  always                         pre epoch state",
         "left out: steps (its loop_points have nothing for the epoch loop)",
     ]
-
-
-def test_hooks_that_the_run_never_fires_are_named():
-    """Those that have some of their points are not."""
-    hooks = [observer("ends", POST_EPOCH), observer("both", POST_EPOCH, POST_STEP), observer("shots", SNAPSHOT)]
-    manager = HookManager(hooks=hooks)
-    assert manager.plan.will_not_fire([POST_STEP, SNAPSHOT]) == (
-        "Hook 'ends' will not fire: it waits for POST_EPOCH, and the run fires POST_STEP, SNAPSHOT.",
-    )
-    assert manager.plan.will_not_fire(HookPoint) == ()
 
 
 def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():

@@ -62,14 +62,14 @@ def test_records_say_which_moment_of_which_run_they_are_of(monkeypatch):
     manager.emit_metrics({"eval/loss": 1.0}, 0, SNAPSHOT)
     manager.set_run_context(strategy="random")
     run(manager, steps=3)
-    manager.emit_metrics({"eval/loss": 0.5}, 7, SNAPSHOT)
+    manager.emit_metrics({"eval/loss": torch.tensor(0.5)}, 7, SNAPSHOT)
     before, steps, epoch, last = sink.seen
     assert (before.step, before.strategy, before.epoch, before.rank) == (None, None, 0, 3)
     assert (steps.step, steps.strategy, steps.epoch, steps.hook_point) == (2, "random", 0, POST_STEP)
     assert steps.metrics == {"step/x": [0.0, 1.0, 2.0]}
     assert steps.metrics["step/x"].steps == [0, 1, 2]
     assert (epoch.step, epoch.epoch, epoch.hook_point, epoch.metrics) == (2, 0, POST_EPOCH, {"epoch/y": 0})
-    assert (last.step, last.epoch) == (2, 7)
+    assert (last.step, last.epoch, last.metrics) == (2, 7, {"eval/loss": 0.5})
     assert all(abs(record.time - time.time()) < 60 for record in sink.seen)
 
 
@@ -212,15 +212,6 @@ def test_metrics_of_steps_are_buffered_with_their_steps_and_go_out_when_flushed(
     assert len(sink.records) == 2
 
 
-def test_what_is_buffered_at_the_end_goes_out_with_the_sinks():
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", POST_STEP, returns={"x": 1})], sinks=[sink])
-    manager.advance_step()
-    fire(manager, POST_STEP)
-    manager.flush_sinks()
-    assert sink.latest == {"a/x": [1]}
-
-
 def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
     """Though it is a weight, or a view of one, that goes on changing until the flush."""
     sink = MemorySink()
@@ -246,31 +237,17 @@ def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
     }
 
 
-def test_the_loops_own_metrics_go_out_beside_those_of_hooks():
-    """At once, with the step they belong to."""
-    sink = MemorySink()
-    HookManager(sinks=[sink]).emit_metrics({"eval/loss": torch.tensor(0.5)}, 12, SNAPSHOT)
-    assert [(r.metrics, r.epoch, r.hook_point) for r in sink.records] == [({"eval/loss": 0.5}, 12, SNAPSHOT)]
-
-
-@pytest.mark.parametrize(("loop_type", "epoch", "place"), [(None, 4, 4), ("epoch", 4, 4), ("step", None, 0)])
-def test_a_record_is_placed_by_epoch_or_in_the_step_loop_by_step(loop_type, epoch, place):
-    """Step 0 included."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", SNAPSHOT, returns={"x": 1})], sinks=[sink], loop_type=loop_type)
-    fire(manager, SNAPSHOT, epoch=4, step=0)
-    assert [(record.epoch, record.position) for record in sink.records] == [(epoch, place)]
-
-
 def test_a_loop_that_counts_its_steps_itself_tells_them_by_the_position():
     """Without advance_step() the manager knows no step; before the first step the position is 0, and there is none."""
     sink = MemorySink()
-    manager = HookManager(sinks=[sink], loop_type="step")
+    manager = HookManager(hooks=[observer("a", SNAPSHOT, returns={"x": 1})], sinks=[sink], loop_type="step")
     manager.emit_metrics({"eval/loss": 2.0}, 0, SNAPSHOT)
     manager.emit_metrics({"eval/loss": 0.5}, 12, SNAPSHOT)
+    fire(manager, SNAPSHOT, epoch=4, step=0)
     assert [(record.epoch, record.step, record.position) for record in sink.records] == [
         (None, None, 0),
         (None, 12, 12),
+        (None, 0, 0),
     ]
 
 

@@ -6,7 +6,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
@@ -193,23 +192,3 @@ def test_a_hook_is_named_after_its_class_unless_it_says_otherwise():
 
     assert (Plain.name, Named.name, Derived.name) == ("Plain", "named", "Derived")
     assert repr(Named()) == "<Named 'named'>"
-
-
-def test_state_tensors_are_what_is_saved_and_loaded():
-    """Unless a hook says otherwise; one without any is not bothered."""
-
-    class Keeps(Plain):
-        total = torch.zeros(())
-
-        def get_state_tensors(self):
-            return {"total": self.total}
-
-        def set_state_tensors(self, tensors):
-            self.total = tensors["total"]
-
-    one, other = Keeps(), Keeps()
-    one.total = torch.ones(())
-    other.load_state_dict(one.state_dict())
-    assert other.total == 1
-    assert Plain().state_dict() == {}
-    Plain().load_state_dict({})

@@ -70,12 +70,6 @@ def test_other_wrong_uses_are_refused(tmp_path):
         hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path))
 
 
-def test_to_resume_where_nothing_is_begins(tmp_path):
-    """The same line starts a run and goes on with it."""
-    result = hl.epoch_loop(linear_experiment(), epochs=2, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert result.steps == 6
-
-
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 

@@ -83,17 +83,6 @@ def test_evaluation_comes_every_so_often_and_at_snapshots():
     assert [ctx.epoch for ctx in hook.at("POST_EPOCH") if ctx.val_acc is not None] == evaluated
 
 
-def test_evaluation_goes_to_sinks_and_into_the_result():
-    """By the names that the experiment gave."""
-    sink = hl.sinks.MemorySink()
-    experiment = linear_experiment(1, evaluate=lambda model: {"val_acc": 0.5, "perplexity": 2.0})
-    manager = hl.HookManager(hooks=[noting("POST_EPOCH")], sinks=[sink])
-    result = hl.epoch_loop(experiment, epochs=2, manager=manager)
-    assert sink.series("eval/perplexity") == [(0, 2.0), (1, 2.0)]
-    assert result.metrics == {"val_acc": 0.5, "perplexity": 2.0}
-    assert (result.epochs, result.steps, result.stopped_early) == (2, 2, False)
-
-
 def test_hooks_start_anew_with_each_run_and_go_on_with_a_resumed_one():
     """reset_all, unless the first epoch is a later one; sinks and hooks are told of the run."""
 
