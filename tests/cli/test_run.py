@@ -223,6 +223,14 @@ def test_the_seed_of_a_configuration_in_a_file_is_the_seed_of_the_run(tmp_path, 
     assert "config.seed" in capsys.readouterr().err
 
 
+def test_a_word_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
+    """It is the value of another flag: of a switch of the configuration that is on, and of the run that goes on."""
+    nested = f"{EXPERIMENTS}:Nested"
+    assert run_here("run", nested, "--epochs", "1", "--name", "shuffle", "--live", "--no-report") == 0
+    assert facts_of(tmp_path / "runs" / "nested" / "forward")["name"] == "shuffle"
+    assert run_here("run", nested, "--epochs", "2", "--resume", "--console", "live", "--no-report") == 0
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [("{sink: jsonl, options: {pth: a}}", "line 4, at $.sinks.others[1].options: The sink JSONLSink"), ("wandb", "")],
