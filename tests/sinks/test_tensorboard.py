@@ -33,9 +33,11 @@ def test_steps_and_epochs_share_an_axis(tmp_path):
         losses = {"train/loss": StepSeries([step * 0.5 for step in steps], steps)}
         sink.write(Record(losses, epoch, HookPoint.POST_STEP, steps[-1], "random", 0, 100.0 + epoch))
         sink.write(Record({"eval/accuracy": 0.25}, epoch, HookPoint.POST_EPOCH, steps[-1], "random", 0, 100.5 + epoch))
+    sink.write(Record({"by_steps": 1.0}, None, HookPoint.SNAPSHOT, 6, "random", 0, 102.0))
     sink.close()
     sink.close()
     assert scalars(tmp_path / "tensorboard") == {
+        "by_steps": [(6, 1.0)],  # of a run that counts steps there is no epoch
         "train/loss": [(step, step * 0.5) for step in range(6)],
         "eval/accuracy": [(2, 0.25), (5, 0.25)],
         "epoch": [(2, 0.0), (5, 1.0)],
