@@ -63,14 +63,18 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
     """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.runs.build import known_hook
+
     with messages():
+        found = [hook for name in names or () for hook in known_hook(name)]
         if as_json:
-            found = _resolved(names) if names else list(_all_hooks())
-            tell_json("hooks", {"hooks": [_hook_facts(name) for name in found]})
+            chosen = found if names else HookRegistry.get_all_info()
+            tell_json("hooks", {"hooks": [_hook_facts(name) for name in chosen]})
         elif names is None:
-            _list_hooks(_all_hooks())
+            _list_hooks(HookRegistry.get_all_info())
         else:
-            for name in _resolved(names):
+            for name in found if names else HookRegistry.list_all():
                 tell_plan("hooks", _hook_facts(name), as_json=False)
     return DONE
 
@@ -86,21 +90,6 @@ def _list_hooks(known: dict[str, Any]) -> None:
             print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
-
-
-def _all_hooks() -> dict[str, Any]:
-    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    from hookline.lifecycle.registry import HookRegistry
-
-    return HookRegistry.get_all_info()
-
-
-def _resolved(names: Sequence[str]) -> list[str]:
-    """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
-    from hookline.lifecycle.registry import HookRegistry
-    from hookline.runs.build import known_hook
-
-    return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
 
 
 def _hook_facts(name: str) -> dict[str, Any]:
