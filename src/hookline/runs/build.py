@@ -56,8 +56,8 @@ class Built:
     """What the run says to its `HookManager`."""
 
     def make_sinks(self) -> list[Any]:
-        """Make the sinks, new ones at each call: some begin a run somewhere when they are made."""
-        return [make_sink(*one) for one in self.sinks]
+        """Make the sinks, new ones for each strategy: some begin a run somewhere when they are made."""
+        return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
@@ -314,8 +314,3 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         ) from None
     except ValueError:  # a class without a signature
         return
-
-
-def make_sink(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make a sink; each strategy has sinks of its own, with arguments of their own."""
-    return sink_class(name)(**own_copy(dict(arguments)))

@@ -137,14 +137,11 @@ def _found(thing: Any, path: str) -> FoundExperiment:
                 "derive it from hookline.Experiment, or name a function that makes an experiment."
             )
         return _of_class(thing, path)
-    if callable(thing) and not hasattr(thing, "model"):
+    if callable(thing):
         return _of_function(thing, path)
-    if hasattr(thing, "model"):
-        # The object exists already: every strategy would train the same one.
-        return replace(_of_class(type(thing), path), make=lambda config, strategy: thing, config_class=None)
+    # One that exists already would be no run of the seed, and every strategy would train the same.
     raise OptionError(
-        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, a function that makes one, or one that "
-        "is made."
+        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, or a function that makes one."
     )
 
 
