@@ -169,24 +169,3 @@ def test_whatever_ends_the_run_everything_is_written(error):
         hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert sink.series("noting/seen") == [(0, [1, 2, 3]), (1, [4, 5])]
     assert sink.flushes == 1
-
-
-def test_an_interrupted_intervention_leaves_the_run_where_it_was():
-    """After four steps: the weights are those of four steps, and what hooks had returned is written."""
-
-    class Interrupted(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_STEP}
-
-        def intervene(self, run_ctx, model_ctx):
-            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
-            if run_ctx.step == 3:
-                raise KeyboardInterrupt
-            return {"step": run_ctx.step}
-
-    experiment, expected, sink = linear_experiment(3), linear_experiment(3), hl.sinks.MemorySink()
-    with pytest.raises(KeyboardInterrupt):
-        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[Interrupted()], sinks=[sink]))
-    hl.step_loop(expected, steps=4)
-    assert torch.equal(experiment.model.weight, expected.model.weight)
-    assert torch.equal(experiment.model.weight.grad, expected.model.weight.grad)
-    assert sink.series("Interrupted/step") == [(0, [0, 1, 2])]
