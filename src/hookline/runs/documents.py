@@ -163,9 +163,6 @@ for _tag, _pattern, _first in (
 CoreLoader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 )
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", node.value))
-)
 
 
 def _read_yaml(text: str) -> Any:
