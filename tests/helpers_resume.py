@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from helpers_loops import left_by, rich_experiment, seed_everything
+from helpers_training import differences
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,6 +35,7 @@ __all__ = [
     "Sampled",
     "StopAt",
     "all_hooks",
+    "left_by_both",
     "make",
     "outcome",
     "read_points",
@@ -256,6 +258,17 @@ def uninterrupted(make_experiment: Callable[[], Any], loop: str = "epoch") -> tu
     if loop == "epoch":
         return experiment, hl.epoch_loop(experiment, epochs=3)
     return experiment, hl.step_loop(experiment, steps=3 * PASS, snapshot_every=4)
+
+
+def left_by_both(
+    make_experiment: Callable[[], Any], tmp_path: Any, stops: tuple[int, ...], loop: str = "epoch", **options: Any
+) -> tuple[Any, Any]:
+    """Train without a stop, and with `stops`; check that both leave the same to the last bit, and return both."""
+    expected, expected_result = uninterrupted(make_experiment, loop)
+    experiment, result = stop_and_go(make_experiment, tmp_path, stops, loop, **options)
+    assert differences(left_by(expected), left_by(experiment)) == []
+    assert result == expected_result
+    return expected, experiment
 
 
 def with_loader(loader: Callable[[], Any], **options: Any) -> Callable[[], hl.Experiment]:

@@ -170,32 +170,20 @@ NUMBER = 3
 
 
 class NotedHook(hl.TrainingHook):
-    """A hook of the user's file, with arguments of many types."""
+    """A hook of the user's file, with an argument."""
 
     name = "noted"
     description = "notes what it was made with"
     hook_points = frozenset({HookPoint.POST_EPOCH})
     pure = True
-    made: list[dict[str, Any]] = []
+    made: list[NotedHook] = []
 
-    def __init__(
-        self,
-        count: int = 1,
-        scale: float = 1.0,
-        on: bool = False,
-        word: str = "a",
-        limit: int | None = None,
-        lags: list[int] | None = None,
-        windows: tuple[int, ...] = (1,),
-        mode: Literal["fast", "slow"] = "fast",
-        anything=None,
-    ) -> None:
-        self.arguments = {key: value for key, value in vars().items() if key not in ("self", "__class__")}
-        NotedHook.made.append(self.arguments)
-        self.resets = 0
+    def __init__(self, scale: float = 1.0) -> None:
+        NotedHook.made.append(self)
+        self.scale, self.resets = scale, 0
 
     def compute(self, ctx: Any) -> dict[str, Any]:
-        return {"scale": self.arguments["scale"], "resets": self.resets}
+        return {"scale": self.scale, "resets": self.resets}
 
     def reset(self) -> None:
         self.resets += 1
@@ -236,6 +224,3 @@ class Plain:
 
     def loss_fn(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch).square().mean()
-
-
-READY = Plain()

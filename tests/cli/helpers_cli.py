@@ -72,26 +72,13 @@ def run_here(*arguments: str | Path) -> int:
         return int(left.code or 0)
 
 
-def weights_of(folder: Path) -> dict[str, Any]:
-    """The model in the newest checkpoint of a run."""
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same model, bit for bit, as their newest checkpoints say."""
+    from helpers_training import differences
+
     from hookline.checkpoint_file import read
 
-    tree = read(max((folder / "checkpoints").glob("step_*.pt")))
-    return dict(_leaves(tree["core"]["model"]["tensors"], "model"))
-
-
-def _leaves(value: Any, path: str) -> Any:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}")
-    elif hasattr(value, "shape"):
-        yield path, value
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same model, bit for bit."""
-    import torch
-
-    mine, theirs = weights_of(one), weights_of(other)
+    newest = [max((folder / "checkpoints").glob("step_*.pt")) for folder in (one, other)]
+    mine, theirs = (read(path)["core"]["model"]["tensors"] for path in newest)
     assert len(mine) >= 4
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return differences(mine, theirs) == []

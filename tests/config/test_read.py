@@ -43,11 +43,6 @@ def test_a_scalar_means_what_it_looks_like(text, value):
     assert type(load(f"key: {text}")["key"]) is type(value)
 
 
-def test_a_key_called_on_is_a_key():
-    """In YAML 1.1 it is the key True."""
-    assert load("on: forward\nno: 1\n") == {"on": "forward", "no": 1}
-
-
 def test_nan_is_a_number_and_an_empty_value_is_none():
     """Neither is text."""
     found = load("a: .nan\nb:\n")

@@ -68,6 +68,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
         ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
         ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
+        ("x\n", r"run\.yaml holds text, and settings are"),
         ("", r"run\.yaml is empty, and settings are keys with values: experiment"),
     ],
 )
@@ -95,21 +96,6 @@ def test_a_mistake_in_a_list_of_hooks_is_found_where_it_was_written(tmp_path):
     file = write(tmp_path, '{"experiment": "x",\n "hooks": [{"name": "a"},\n {"nam": "b"}]}', "run.json")
     with pytest.raises(ConfigError, match=r"line 3, at \$\.hooks\[1\]\.nam"):
         read_file(file)
-
-
-@pytest.mark.parametrize("key", ["", "hooks", "forward_hooks"])
-def test_hooks_on_modules_are_found_in_every_form(tmp_path, key):
-    """A list, a server's settings, a run file."""
-    spec = '[{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]'
-    file = write(tmp_path, f'{{"{key}": {spec}}}' if key else spec, "hooks.json")
-    found = placed_specs(read_document(file), is_server=True)
-    assert [(spec.name, spec.hook_factory) for spec in found.values()] == [("a", "m:f")]
-
-
-def test_hooks_that_are_switched_off_are_none(tmp_path):
-    """``enable_hooks: false`` wins over a list."""
-    text = '{"enable_hooks": false, "hooks": [{"name": "a"}]}'
-    assert not placed_specs(read_document(write(tmp_path, text, "hooks.json")), is_server=True)
 
 
 def test_values_become_what_is_declared():
@@ -200,17 +186,25 @@ def test_what_cannot_be_is_told(tmp_path, text, said):
     assert str(caught.value).startswith(f"{tmp_path / 'server.json'}, line 1, ")
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("null", "is empty"), ("[]", "a list"), ('"x"', "text")])
-def test_settings_are_an_object(tmp_path, text, said):
-    """Neither nothing nor a list."""
-    with pytest.raises(ConfigError, match=rf"server\.json (holds )?{said}"):
-        server_settings(document_of(tmp_path, text))
+SPEC_B = SPEC | {"name": "b"}
 
 
-@pytest.mark.parametrize("text", ["{}", '{"hooks": null}', '{"hooks": []}', '{"enable_hooks": null, "hooks": []}'])
-def test_no_hooks_are_no_mistake(tmp_path, text):
-    """Null and an empty list are none."""
-    assert not server_settings(document_of(tmp_path, text)).get("hooks")
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ([SPEC], "a"),
+        ({"hooks": [SPEC]}, "a"),
+        ({"forward_hooks": [SPEC]}, "a"),
+        ({"enable_hooks": False, "hooks": [SPEC], "forward_hooks": [SPEC_B]}, "b"),
+        ({"enable_hooks": True, "hooks": [SPEC], "forward_hooks": [SPEC_B]}, "ab"),
+        ({"enable_hooks": None, "hooks": []}, ""),
+        ({"hooks": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_hooks_on_modules_are_found_in_every_form(tmp_path, values, names):
+    """A list, or a server's settings, where null and an empty list are none, and one of two keys has a switch."""
+    assert [spec["name"] for spec in read_specs(document_of(tmp_path, values))] == list(names)
 
 
 def test_all_that_a_spec_may_say_is_taken(tmp_path):
@@ -234,11 +228,3 @@ def test_which_file_it_is_can_be_told():
         {"sinks": {}, "hooks": [SPEC]},
     ):
         assert not is_server_file(values), values
-
-
-def test_forward_hooks_count_whatever_the_switch_says(tmp_path):
-    """As in the newer spelling, which has none."""
-    text = {"enable_hooks": False, "hooks": [SPEC], "forward_hooks": [SPEC | {"name": "b"}]}
-    assert [spec["name"] for spec in read_specs(document_of(tmp_path, text))] == ["b"]
-    text["enable_hooks"] = True
-    assert [spec["name"] for spec in read_specs(document_of(tmp_path, text))] == ["a", "b"]

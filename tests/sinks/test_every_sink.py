@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import tomllib
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -196,21 +195,6 @@ def test_records_are_kept_in_order_with_their_moment_and_context():
     assert sink.records[1].hook_point == "POST_EPOCH"
 
 
-def test_a_sink_of_ones_own_needs_emit_alone():
-    """The rest of the protocol does nothing by default."""
-
-    class Printer(hl.MetricSink):
-        def emit(self, metrics, epoch, hook_point):
-            seen.append(metrics)
-
-    seen: list[object] = []
-    sink = Printer()
-    sink.set_run_context(strategy="any")
-    sink.emit({"a": 1}, 0, None)
-    sink.flush()
-    assert seen == [{"a": 1}]
-
-
 def train(*sinks, steps: int = 5, **options) -> None:
     """Five steps with three batches a pass, a snapshot at 0, 2 and 4, and an evaluation before the first step."""
     experiment = linear_experiment(3, evaluate=lambda model: {"accuracy": 0.5})
@@ -249,26 +233,3 @@ def test_files_have_no_epoch(tmp_path):
     run = hl.load_run(tmp_path)
     assert {record.epoch for record in run.records} == {None}
     assert "epoch" not in run.to_pandas()
-
-
-def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
-    """The steps are the axis; no curve, and no gauge, repeats them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board, gauges = hl.sinks.TensorBoardSink(tmp_path / "board"), hl.sinks.PrometheusSink()
-    memory = hl.sinks.MemorySink()
-    train(memory)
-    for one in memory.records:
-        record = hl.records.Record(one.metrics, one.epoch, one.hook_point, one.step)
-        board.write(record)
-        gauges.write(record)
-    board.close()
-    with urllib.request.urlopen(f"http://127.0.0.1:{gauges.port}/metrics", timeout=60) as answer:
-        served = answer.read().decode()
-    gauges.close()
-    assert "hookline_step{" in served
-    assert "hookline_epoch" not in served
-    found = EventAccumulator(str(tmp_path / "board" / "run"))
-    found.Reload()
-    assert "epoch" not in found.Tags()["scalars"]
-    assert [event.step for event in found.Scalars("eval/accuracy")] == [0, 2, 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -253,15 +252,6 @@ def test_a_sink_gets_what_it_would_have_had_in_the_run(run):
     assert [one.context["strategy"] for one in sink.records] == ["a", "a", "b"]
     assert all(one.context["replay"] is True for one in sink.records)
     assert sink.closed == 1
-
-
-def test_what_the_run_was_told_can_be_told_otherwise(run, tmp_path):
-    """So that files go elsewhere."""
-    replay(run, JSONLSink(), context={"run_dir": str(tmp_path / "elsewhere")})
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["a.jsonl", "b.jsonl"]
-    line = json.loads((tmp_path / "elsewhere" / "b.jsonl").read_text())
-    assert (line["x"], line["strategy"]) == (2, "some")
-    assert [path.name for path in run.iterdir() if path.suffix == ".jsonl"] == ["records.jsonl"]
 
 
 def test_what_a_sink_raises_is_raised_and_no_log_is_an_error(run, tmp_path):

@@ -69,7 +69,7 @@ def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_a
 def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path):
     """Failures are told once and counted; the other sink is not held up."""
     out, other, down = tmp_path / "slow.txt", tmp_path / "other.txt", tmp_path / "slow.txt.down"
-    down.write_text("OSError")
+    down.touch()
     fan_out = FanOut([Slow(str(out)), Slow(str(other))], log=tmp_path / "records.jsonl")
     for number in range(10):
         fan_out.write(record(number))
@@ -90,7 +90,7 @@ def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order
 def test_closing_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path):
     """Nothing is lost: the next run has it delivered."""
     out, down = tmp_path / "slow.txt", tmp_path / "slow.txt.down"
-    down.write_text("OSError")
+    down.touch()
     fan_out = FanOut([Slow(str(out))], log=tmp_path / "records.jsonl", patience=1.0)
     for number in range(3):
         fan_out.write(record(number))
@@ -132,21 +132,11 @@ sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
 from hookline.records.log import FanOut
 fan_out = FanOut([Slow({out!r}, delay=0.002)], log={log!r})
-for number in range({count}):
+for number in range(300):
     fan_out.write(record(number))
 print(fan_out._helper._process.pid, flush=True)
 time.sleep(60)
 """
-
-
-def begun_run(tmp_path: Path, count: int, group: bool = False) -> tuple[subprocess.Popen[str], int]:
-    """A run in a process of its own, and the number of its helper process."""
-    code = RUN.format(
-        here=str(Path(__file__).parents[1]), out=str(tmp_path / "slow.txt"), log=str(tmp_path / "r.jsonl"), count=count
-    )
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=group)
-    assert run.stdout is not None
-    return run, int(run.stdout.readline())
 
 
 def is_gone(pid: int) -> bool:
@@ -157,24 +147,19 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_when_the_run_is_killed_its_helper_delivers_the_rest_and_ends(tmp_path):
-    """Everything that was written before, in order."""
-    run, helper = begun_run(tmp_path, 300)
-    run.kill()
-    run.communicate()
-    until(lambda: is_gone(helper))
-    assert numbers(tmp_path / "slow.txt") == list(range(300))
-    assert position(tmp_path / "r.jsonl") == 300
-
-
-def test_ctrl_c_in_the_terminal_does_not_reach_the_helper(tmp_path):
-    """It is sent to the whole group of the run."""
-    run, helper = begun_run(tmp_path, 100, group=True)
-    os.killpg(run.pid, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_when_the_run_is_killed_its_helper_delivers_the_rest_and_ends(tmp_path, number):
+    """Everything that was written before, in order; Ctrl-C goes to the whole group, and does not reach the helper."""
+    out, log = tmp_path / "slow.txt", tmp_path / "r.jsonl"
+    code = RUN.format(here=str(Path(__file__).parents[1]), out=str(out), log=str(log))
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    helper = int(run.stdout.readline())
+    os.killpg(run.pid, number)
     run.communicate()
     assert run.returncode != 0
     until(lambda: is_gone(helper))
-    assert numbers(tmp_path / "slow.txt") == list(range(100))
+    assert numbers(out) == list(range(300))
+    assert position(log) == 300
 
 
 def test_a_log_that_is_cut_back_delivers_nothing_again(tmp_path):

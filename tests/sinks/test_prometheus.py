@@ -47,6 +47,9 @@ def test_the_newest_values_are_served_with_labels(sink):
         ("hookline_step", "step", "random", "2", ""): 2.0,
         ("hookline_epoch", "epoch", "random", "2", ""): 1.0,
     }
+    sink.write(Record({}, None, HookPoint.SNAPSHOT, 3, "random", 2))  # of a run that counts steps
+    progress = {name: value for (name, *_, point), value in fetch(sink).items() if not point}
+    assert progress == {"hookline_step": 3.0}
 
 
 def test_every_kind_of_value_has_its_gauges_or_none(sink):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hookline.records.log import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.when import HookPoint
@@ -34,9 +33,11 @@ def test_steps_and_epochs_share_an_axis(tmp_path):
         losses = {"train/loss": StepSeries([step * 0.5 for step in steps], steps)}
         sink.write(Record(losses, epoch, HookPoint.POST_STEP, steps[-1], "random", 0, 100.0 + epoch))
         sink.write(Record({"eval/accuracy": 0.25}, epoch, HookPoint.POST_EPOCH, steps[-1], "random", 0, 100.5 + epoch))
+    sink.write(Record({"by_steps": 1.0}, None, HookPoint.SNAPSHOT, 6, "random", 0, 102.0))
     sink.close()
     sink.close()
     assert scalars(tmp_path / "tensorboard") == {
+        "by_steps": [(6, 1.0)],  # of a run that counts steps there is no epoch
         "train/loss": [(step, step * 0.5) for step in range(6)],
         "eval/accuracy": [(2, 0.25), (5, 0.25)],
         "epoch": [(2, 0.0), (5, 1.0)],
@@ -76,27 +77,3 @@ def test_every_kind_of_value_has_its_form(tmp_path):
     assert texts == {"text": "größe \\udc80", "mixed": '[1,"x"]', "empty": "[]"}
     assert found.SummaryMetadata("text").plugin_data.plugin_name == "text"
     sink.close()
-
-
-def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp_path):
-    """There the file is removed, and written again from the log: each point is there once, for every reader."""
-
-    def run(steps, state=None, stop=None):
-        fan_out = FanOut([TensorBoardSink()], log=tmp_path / "records.jsonl")
-        if state is not None:
-            fan_out.load_state_dict(state)
-        fan_out.set_run_context({"strategy": "random", "run_dir": str(tmp_path)})
-        for step in steps:
-            if step == stop:
-                state = fan_out.state_dict()
-            fan_out.write(Record({"a": step * 0.5}, 0, HookPoint.POST_STEP, step, "random", 0, float(step)))
-        fan_out.close()
-        assert fan_out.errors == {}
-        return state
-
-    state = run(range(9), stop=5)
-    run(range(5, 12), state)
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-    found = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
-    found.Reload()
-    assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]

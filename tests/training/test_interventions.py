@@ -103,23 +103,18 @@ def test_an_intervention_that_raises_leaves_nothing_behind_and_metrics_go_out(tr
     assert manager.get_last_metrics(POST_EPOCH) == {"a/x": 1, "b/y": 2}
 
 
-def failing(times=None, error=None):
-    """A hook that fails, at some of its firings."""
-    count = []
-    error = ValueError("no") if error is None else error
+def failing(error):
+    """A hook that raises an error."""
 
     def fail(ctx):
-        count.append(1)
-        if times is None or len(count) in times:
-            raise error
-        return {"fine": len(count)}
+        raise error
 
     return observer("fails", do=fail)
 
 
 def test_disable_switches_the_hook_off_and_logs_it(caplog):
     """Once; the plan says so, and nothing is computed for it any more."""
-    hook = failing()
+    hook = failing(ValueError("no"))
     hook.needs_grads = True
     manager = HookManager(hooks=[hook, observer("a", returns={"x": 1})], on_error="disable")
     assert manager.needs_grad_accumulation()
@@ -169,7 +164,7 @@ def test_a_broken_declaration_always_stops_the_run(training, policy):
 
 @pytest.mark.parametrize("policy", ["warn", "disable"])
 def test_an_interrupt_is_never_passed_over(policy):
-    manager = HookManager(hooks=[failing(error=KeyboardInterrupt())], on_error=policy)
+    manager = HookManager(hooks=[failing(KeyboardInterrupt())], on_error=policy)
     with pytest.raises(KeyboardInterrupt):
         fire(manager, POST_EPOCH)
 

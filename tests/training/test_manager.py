@@ -229,6 +229,8 @@ def test_the_state_of_a_hook_that_is_not_there_is_told_of():
     state = made().state_dict()
     with pytest.warns(HooklineWarning, match="passed over: 'late'"):
         HookManager(["path"]).load_state_dict(state)
+    with pytest.raises(OptionError, match="no hooks, step_metrics"):
+        HookManager().load_state_dict({"global_step": 3})
 
 
 def test_a_hook_that_was_switched_off_stays_off():
@@ -328,11 +330,6 @@ def test_a_hook_that_cannot_take_its_reference_weights_has_raised(policy, caplog
 
 
 # -- offloading, profiling, the log of steps -----------------------------------------------------------------
-
-
-def test_what_is_no_state_of_a_manager_is_refused():
-    with pytest.raises(OptionError, match="no hooks, step_metrics"):
-        HookManager().load_state_dict({"global_step": 3})
 
 
 def test_step_metrics_are_written_as_lines_of_json(tmp_path):

@@ -16,22 +16,11 @@ from torch import nn
 from hookline.errors import MetricError
 from hookline.lifecycle.manager import HookManager
 from hookline.records.log import Context, read_log
-from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint, StepSchedule
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
-
-
-class Keeps(MetricSink):
-    """Keeps whole records."""
-
-    def __init__(self) -> None:
-        self.seen: list[Record] = []
-
-    def write(self, record: Record) -> None:
-        self.seen.append(record)
 
 
 def hooks():
@@ -57,20 +46,20 @@ def run(manager: HookManager, first: int = 0, steps: int = 6, *, per_epoch: int 
 def test_records_say_which_moment_of_which_run_they_are_of(monkeypatch):
     """Step, epoch, point, strategy, rank and time; the metrics of steps with their numbers."""
     monkeypatch.setenv("RANK", "3")
-    sink = Keeps()
+    sink = MemorySink()
     manager = HookManager(hooks=hooks(), sinks=[sink])
     manager.emit_metrics({"eval/loss": 1.0}, 0, SNAPSHOT)
     manager.set_run_context(strategy="random")
     run(manager, steps=3)
-    manager.emit_metrics({"eval/loss": 0.5}, 7, SNAPSHOT)
-    before, steps, epoch, last = sink.seen
+    manager.emit_metrics({"eval/loss": torch.tensor(0.5)}, 7, SNAPSHOT)
+    before, steps, epoch, last = sink.records
     assert (before.step, before.strategy, before.epoch, before.rank) == (None, None, 0, 3)
     assert (steps.step, steps.strategy, steps.epoch, steps.hook_point) == (2, "random", 0, POST_STEP)
     assert steps.metrics == {"step/x": [0.0, 1.0, 2.0]}
     assert steps.metrics["step/x"].steps == [0, 1, 2]
     assert (epoch.step, epoch.epoch, epoch.hook_point, epoch.metrics) == (2, 0, POST_EPOCH, {"epoch/y": 0})
-    assert (last.step, last.epoch) == (2, 7)
-    assert all(abs(record.time - time.time()) < 60 for record in sink.seen)
+    assert (last.step, last.epoch, last.metrics) == (2, 7, {"eval/loss": 0.5})
+    assert all(abs(record.time - time.time()) < 60 for record in sink.records)
 
 
 def test_a_manager_writes_a_log_of_its_own_and_closes_it(tmp_path):
@@ -103,10 +92,10 @@ def test_a_manager_writes_a_log_of_its_own_and_closes_it(tmp_path):
 ])  # fmt: skip
 def test_step_metrics_go_out_every_so_many_steps_and_at_the_end_of_epochs(every, expected):
     """Counted in steps of the whole run; each flush belongs to the epoch of its steps."""
-    sink = Keeps()
+    sink = MemorySink()
     manager = HookManager(hooks=hooks(), sinks=[sink], flush_every=every)
     run(manager)
-    flushed = [record for record in sink.seen if record.hook_point is POST_STEP]
+    flushed = [record for record in sink.records if record.hook_point is POST_STEP]
     assert [record.metrics["step/x"].steps for record in flushed] == expected
     assert [record.epoch for record in flushed] == [steps[-1] // 3 for steps in expected]
     assert [record.step for record in flushed] == [steps[-1] for steps in expected]
@@ -114,12 +103,12 @@ def test_step_metrics_go_out_every_so_many_steps_and_at_the_end_of_epochs(every,
 
 def test_in_the_step_loop_a_flush_belongs_to_its_last_step():
     """Also if only ``record`` has left something, and no hook has fired."""
-    sink = Keeps()
+    sink = MemorySink()
     manager = HookManager(sinks=[sink], flush_every=3, loop_type="step")
     for step in range(7):
         manager.advance_step()
         manager.output.record("train/loss", float(step))
-    assert [(record.epoch, record.step, record.metrics) for record in sink.seen] == [
+    assert [(record.epoch, record.step, record.metrics) for record in sink.records] == [
         (None, 2, {"train/loss": [0.0, 1.0, 2.0]}),
         (None, 5, {"train/loss": [3.0, 4.0, 5.0]}),
     ]
@@ -212,15 +201,6 @@ def test_metrics_of_steps_are_buffered_with_their_steps_and_go_out_when_flushed(
     assert len(sink.records) == 2
 
 
-def test_what_is_buffered_at_the_end_goes_out_with_the_sinks():
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", POST_STEP, returns={"x": 1})], sinks=[sink])
-    manager.advance_step()
-    fire(manager, POST_STEP)
-    manager.flush_sinks()
-    assert sink.latest == {"a/x": [1]}
-
-
 def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
     """Though it is a weight, or a view of one, that goes on changing until the flush."""
     sink = MemorySink()
@@ -246,31 +226,17 @@ def test_a_tensor_is_kept_as_it_was_when_it_was_returned():
     }
 
 
-def test_the_loops_own_metrics_go_out_beside_those_of_hooks():
-    """At once, with the step they belong to."""
-    sink = MemorySink()
-    HookManager(sinks=[sink]).emit_metrics({"eval/loss": torch.tensor(0.5)}, 12, SNAPSHOT)
-    assert [(r.metrics, r.epoch, r.hook_point) for r in sink.records] == [({"eval/loss": 0.5}, 12, SNAPSHOT)]
-
-
-@pytest.mark.parametrize(("loop_type", "epoch", "place"), [(None, 4, 4), ("epoch", 4, 4), ("step", None, 0)])
-def test_a_record_is_placed_by_epoch_or_in_the_step_loop_by_step(loop_type, epoch, place):
-    """Step 0 included."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a", SNAPSHOT, returns={"x": 1})], sinks=[sink], loop_type=loop_type)
-    fire(manager, SNAPSHOT, epoch=4, step=0)
-    assert [(record.epoch, record.position) for record in sink.records] == [(epoch, place)]
-
-
 def test_a_loop_that_counts_its_steps_itself_tells_them_by_the_position():
     """Without advance_step() the manager knows no step; before the first step the position is 0, and there is none."""
     sink = MemorySink()
-    manager = HookManager(sinks=[sink], loop_type="step")
+    manager = HookManager(hooks=[observer("a", SNAPSHOT, returns={"x": 1})], sinks=[sink], loop_type="step")
     manager.emit_metrics({"eval/loss": 2.0}, 0, SNAPSHOT)
     manager.emit_metrics({"eval/loss": 0.5}, 12, SNAPSHOT)
+    fire(manager, SNAPSHOT, epoch=4, step=0)
     assert [(record.epoch, record.step, record.position) for record in sink.records] == [
         (None, None, 0),
         (None, 12, 12),
+        (None, 0, 0),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The commands that ask one question: ``hooks``, ``find``, ``doctor``, ``check``, ``report``, and so on.
+"""The commands that ask one question: ``hooks``, ``find``, ``doctor``, ``check``, ``report``, ``parity``, and so on.
 
 `main` calls the function of a command's name with its arguments; the dataclass before it has its flags and its help.
 Each imports what answers it when it is called. They attach and write nothing, but for pages, replays and ``new``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.resources
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -62,14 +63,18 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
     """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.runs.build import known_hook
+
     with messages():
+        found = [hook for name in names or () for hook in known_hook(name)]
         if as_json:
-            found = _resolved(names) if names else list(_all_hooks())
-            tell_json("hooks", {"hooks": [_hook_facts(name) for name in found]})
+            chosen = found if names else HookRegistry.get_all_info()
+            tell_json("hooks", {"hooks": [_hook_facts(name) for name in chosen]})
         elif names is None:
-            _list_hooks(_all_hooks())
+            _list_hooks(HookRegistry.get_all_info())
         else:
-            for name in _resolved(names):
+            for name in found if names else HookRegistry.list_all():
                 tell_plan("hooks", _hook_facts(name), as_json=False)
     return DONE
 
@@ -85,21 +90,6 @@ def _list_hooks(known: dict[str, Any]) -> None:
             print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
-
-
-def _all_hooks() -> dict[str, Any]:
-    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    from hookline.lifecycle.registry import HookRegistry
-
-    return HookRegistry.get_all_info()
-
-
-def _resolved(names: Sequence[str]) -> list[str]:
-    """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
-    from hookline.lifecycle.registry import HookRegistry
-    from hookline.runs.build import known_hook
-
-    return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
 
 
 def _hook_facts(name: str) -> dict[str, Any]:
@@ -562,6 +552,69 @@ def compare(arguments: Sequence[str]) -> int:
     return DONE if found.ok else FAILED
 
 
+# -- parity: how far trainer and engine are apart, and why ------------------------------------------------------
+
+
+@dataclass
+class ParityOptions:
+    """Compare the log-probs of a trainer's model and an engine for the same tokens, and say where they part.
+
+    Exit codes: 0 nothing beyond what rounding explains, 1 there is more, 2 they cannot be compared.
+
+    Examples:
+      hookline parity --trainer models/llama --engine http://localhost:8000 --prompts prompts.txt
+      hookline parity --trainer models/llama --engine vllm:models/llama --prompts rollouts.jsonl --html parity.html
+      hookline parity --trainer new --engine http://localhost:8000 --prompts p.txt --healthy first.json
+    """
+
+    trainer: Annotated[str, Show("FOLDER")]
+    """The trainer's model: a folder of save_pretrained."""
+    engine: Annotated[str, Show("URL|vllm:FOLDER|FOLDER")]
+    """A server of hookline or vLLM, vLLM started here, or a folder that is served here."""
+    prompts: Annotated[str, Show("FILE")]
+    """A prompt on each line; in a .jsonl file each line is a text, token ids, or an object with prompt, completion."""
+    new_tokens: Annotated[int, Show("NUMBER")] = 64
+    """How many tokens the engine adds to each prompt."""
+    temperature: Annotated[float, Show("NUMBER")] = 1.0
+    """At which the engine samples."""
+    max_outside: Annotated[float | None, Show("SHARE")] = None
+    """Fail too if more ratios than this leave [0.9, 1.1]."""
+    healthy: Annotated[str | None, Show("FILE")] = None
+    """Compare errors of layers with those of a healthy pair."""
+    save_healthy: Annotated[str | None, Show("FILE")] = None
+    """Take this pair for healthy, and save its errors."""
+    html: Annotated[str | None, Show("FILE")] = None
+    """Write a page, which opens from disk."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+def parity(arguments: Sequence[str]) -> int:
+    """Print how far trainer and engine are apart; return 0 if rounding explains it, 1 if not."""
+    options = parse(ParityOptions, arguments, "parity")
+    prompts = _read_prompts(options.prompts)
+    from hookline.debug.parity.parity import parity as compare
+
+    how: Any = {name: getattr(options, name) for name in ("new_tokens", "temperature", "healthy")}
+    how["progress"] = lambda text: print(f"hookline: {text}", file=sys.stderr, flush=True)
+    found = compare(options.trainer, options.engine, prompts, **how)
+    if options.save_healthy is not None:
+        found.save_healthy(options.save_healthy)
+    tell_found("parity", found.to_json(), found, as_json=options.json)
+    if options.html is not None:
+        found.write_html(options.html)
+    is_inside = options.max_outside is None or found.gap.outside <= options.max_outside
+    return DONE if found.ok and is_inside else FAILED
+
+
+def _read_prompts(path: str) -> list[Any]:
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [json.loads(line) for line in lines] if path.endswith(".jsonl") else lines
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--prompts {path} cannot be read: {error}") from None
+
+
 # -- replay: the records of a run to another sink --------------------------------------------------------------
 
 
@@ -597,9 +650,9 @@ def replay(arguments: Sequence[str]) -> int:
     if not (folder / LOG).exists():
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
     from hookline.records.log import replay as replay_log
-    from hookline.runs.build import known_sink
+    from hookline.runs.build import sink_class
 
-    cls = known_sink(options.to)
+    cls = sink_class(options.to)
     sink = cls(**_sink_arguments(cls, options, folder))
 
     # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.

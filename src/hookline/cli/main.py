@@ -35,7 +35,7 @@ COMMANDS: Final = {
     "new": "write a file to start from: experiment, hook or sink",
 }
 """What each command does: a function of its name takes the arguments."""
-_OWN_FILES: Final = ("run", "parity", "serve")
+_OWN_FILES: Final = ("run", "serve")
 """Commands with a module of their name; the others are in ``commands``."""
 
 _HELP: Final = """\

@@ -28,7 +28,7 @@ from hookline.errors import HooklineError, OptionError
 from hookline.integrations.host_run import command_name
 from hookline.plain import to_plain
 from hookline.runs.build import build, hook_names
-from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
+from hookline.runs.folder import STRATEGY, read_run_json, write_run_json
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
 
@@ -197,7 +197,7 @@ class _Closing:
                 facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
             write_run_json(folder, facts)
         found = write_page([folder]) if self._run.report else None
-        self._print(f"{command_name(self._run.command)}/{folder.name} {words}{_figures(folder, facts)}")
+        self._print(f"{command_name(self._run.command)}/{folder.name} {words}{_figures(facts)}")
         for line in failed_hooks(self._run, folder):
             self._print(line, always=True)
         for label, path in files_of(self._run, folder, STRATEGY, has_page=found is not None).items():
@@ -221,15 +221,8 @@ class _Closing:
             print(f"{prefix}{text}", file=sys.stderr)
 
 
-def _figures(folder: Path, facts: dict[str, Any]) -> str:
-    """Return how many steps there were; where the script was killed before it could say, those in the log."""
+def _figures(facts: dict[str, Any]) -> str:
+    """Return how many steps there were; nothing where the script was killed before it could say."""
     steps, set_up = (facts.get("result") or {}).get("steps"), facts.get("set_up_seconds")
-    if steps is not None:
-        attached = "" if set_up is None else f", and {set_up:.1f} s to attach the hooks"
-        return f": {steps} steps in {facts.get('seconds') or 0:.1f} s{attached}"
-    from hookline.records.log import read_log
-    from hookline.records.sink import Record
-
-    entries = read_log(folder) if (folder / LOG).exists() else ()
-    logged = [entry.step for entry in entries if isinstance(entry, Record) and entry.step is not None]
-    return f": {max(logged) + 1} steps in the log" if logged else ""
+    attached = "" if set_up is None else f", and {set_up:.1f} s to attach the hooks"
+    return "" if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s{attached}"

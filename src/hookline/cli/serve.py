@@ -75,11 +75,9 @@ class ServeOptions:
     allow_requests: Annotated[tuple[str, ...], Show("PREFIX ...")] = ()
     """What paths of factories of hooks in the bodies of requests may begin with, beside hookline.factories: whoever
     may generate can call all that begins so."""
-    token: Annotated[str | None, Show("TOKEN")] = None
-    """What changes of hooks over HTTP need. Others on this machine can read it here: better --token-file, or the
-    environment variable HOOKLINE_SERVE_TOKEN."""
     token_file: Annotated[str | None, Show("FILE")] = None
-    """A file with the token."""
+    """A file with the token that changes of hooks over HTTP need; if left out, the environment variable
+    HOOKLINE_SERVE_TOKEN has it."""
     protect: Annotated[Literal["hooks", "everything"] | None, Show("hooks|everything")] = None
     """What needs the token: changing hooks, or everything but /health. If left out: hooks on this machine's own
     address, everything on others."""
@@ -152,12 +150,10 @@ def _settings(options: ServeOptions, model: Path) -> Settings:
 
 
 def _token(options: ServeOptions) -> str | None:
-    """Return the token of the flag, of the file or of the environment, whichever is there first."""
-    if options.token is not None and options.token_file is not None:
-        raise OptionError("--token and --token-file are two ways to say the same; give one of them.")
+    """Return the token of the file, or of the environment."""
     if options.token_file is not None:
         return _text("--token-file", options.token_file).strip()
-    return options.token if options.token is not None else os.environ.get(_TOKEN) or None
+    return os.environ.get(_TOKEN) or None
 
 
 def _text(name: str, path: str) -> str:

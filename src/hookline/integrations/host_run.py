@@ -30,7 +30,7 @@ from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
 from hookline.phases import in_phase
 from hookline.records.sink import MetricSink, Record
-from hookline.records.values import mean, number, numbers, step_axis, values_in
+from hookline.records.values import mean, number, numbers, values_in
 from hookline.runs.build import ALWAYS, Built, build
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
 from hookline.sinks.jsonl_sink import JSONLSink
@@ -781,7 +781,7 @@ class HostLogSink(MetricSink):
     def write(self, record: Record) -> None:
         """Log the numbers of ``record``."""
         rows: dict[int, dict[str, list[float]]] = {}
-        last = step_axis(record)
+        last = record.step or 0
         for name, value, step in values_in(record):
             single = number(value)
             if single is None:

@@ -223,7 +223,7 @@ class TrackerHook(TrainingHook):
     """
 
     description = "reports a tracker or watch, then resets it"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    hook_points = frozenset({HookPoint.POST_EPOCH})
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
     pure = True
     may_work_inside_steps = True
@@ -231,22 +231,15 @@ class TrackerHook(TrainingHook):
     def __init__(self, tracker: Any, *, name: str = "") -> None:
         self.tracker = tracker
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
-        self._reported: tuple[Any, int, int] | None = None
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""
-        step = -1 if self.manager is None else self.manager.global_step
-        now = (ctx.hook_point, ctx.epoch, step)
-        if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
-            return None  # reported a moment ago, at the end of the same epoch: nothing has been counted since
         metrics: Mapping[str, Any] = self.tracker.to_metrics()
         self.tracker.reset()
-        self._reported = now
         return metrics
 
     def reset(self) -> None:
         """Forget the last run."""
-        self._reported = None
         self.tracker.reset()
 
     def state_dict(self) -> dict[str, Any]:

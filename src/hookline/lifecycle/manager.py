@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
-from operator import attrgetter
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from hookline.records.log import RecordLog
 
 _NOT_TRAINING: Final = in_phase("intervention")
-_HOOK_OF: Final = attrgetter("hook")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 _FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
@@ -231,7 +229,7 @@ class HookManager(PlanQueries):
             with _NOT_TRAINING:  # a forward that a hook makes is not training, so trackers do not count it
                 if self.hooks.offloads or not (hooks.is_pure if due is hooks.hooks else is_pure(due)):
                     streams = hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
-                    with self.hooks.on_device(map(_HOOK_OF, due)), streams:
+                    with self.hooks.on_device([planned.hook for planned in due]), streams:
                         self._observe(firing, observers, model_ctx, is_before=bool(interventions))
                         if interventions:
                             self._intervene(firing, interventions, model_ctx)
@@ -682,9 +680,7 @@ class MetricOutput:
 
     def emit(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int, *, reduced: bool) -> None:
         """Write metrics that are no hook's at once."""
-        if not PLAIN.issuperset(map(type, metrics.values())):
-            metrics = {name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
-        metrics = to_host(metrics)
+        metrics = to_host({name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()})
         if not reduced:
             metrics = self.met.reduce(metrics, f"metrics of the loop at {point.name}")
         self._write(metrics, position, point, step)

@@ -167,14 +167,13 @@ class RankSync(OneProcess):
 
     def reduce_steps(self, series: Series) -> Series:
         """Return the step metrics of all ranks, by one exchange."""
-        own = {point.name: {n: (list(s), s.steps) for n, s in found.items()} for point, found in series.items()}
         steps = [step for found in series.values() for one in found.values() for step in one.steps]
-        said = self._exchange(own, "metrics of steps", f" {min(steps)} to {max(steps)}" if steps else "")
+        said = self._exchange(series, "metrics of steps", f" {min(steps)} to {max(steps)}" if steps else "")
         reduced: dict[HookPoint, dict[str, StepSeries]] = {}
         for point in HookPoint:
-            of_ranks = [one[point.name] for one in said if point.name in one]
+            of_ranks = [one[point] for one in said if point in one]
             for name in dict.fromkeys(name for one in of_ranks for name in one):
-                parts = [StepSeries(*one[name]) for one in of_ranks if name in one]
+                parts = [one[name] for one in of_ranks if name in one]
                 reduced.setdefault(point, {})[name] = reduce_series(name, self._rule_of(name), parts)
         return reduced
 

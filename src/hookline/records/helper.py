@@ -8,8 +8,8 @@ killed, what is left is delivered, and the process ends. It does not import torc
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import select
 import signal
 import subprocess
@@ -18,7 +18,6 @@ import time
 import traceback
 import weakref
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -316,7 +315,7 @@ def _wait_for_lock(log: Log, patience: float) -> FileLock | None:
 def _make_sink(recipe: dict[str, Any]) -> Any:
     """Return the sink that ``recipe`` describes."""
     try:
-        made = attrgetter(recipe["class"])(importlib.import_module(recipe["module"]))
+        made = pkgutil.resolve_name(f"{recipe['module']}:{recipe['class']}")
     except ModuleNotFoundError:
         if recipe["file"] is None:
             raise

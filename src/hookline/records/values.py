@@ -33,7 +33,7 @@ def values_in(record: Record, reserved: Collection[str] = ()) -> Iterator[Metric
 
     A dictionary becomes ``name/key``, a `StepSeries` one value per step; every other value has the step of its record.
     """
-    axis = step_axis(record)
+    axis = record.step or 0
     for name, value in record.metrics.items():
         name = column_name(str(name), reserved)
         if type(value) is float:  # most are
@@ -46,11 +46,6 @@ def values_in(record: Record, reserved: Collection[str] = ()) -> Iterator[Metric
                     yield from _leaves(name, item, step)
         else:
             yield from _leaves(name, value, axis)
-
-
-def step_axis(record: Record) -> int:
-    """Return the place of ``record`` on the axis of steps: 0 before the first step."""
-    return 0 if record.step is None else record.step
 
 
 def column_name(name: str, reserved: Collection[str]) -> str:

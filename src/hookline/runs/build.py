@@ -56,8 +56,8 @@ class Built:
     """What the run says to its `HookManager`."""
 
     def make_sinks(self) -> list[Any]:
-        """Make the sinks, new ones at each call: some begin a run somewhere when they are made."""
-        return [make_sink(*one) for one in self.sinks]
+        """Make the sinks, new ones for each strategy: some begin a run somewhere when they are made."""
+        return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
@@ -276,41 +276,28 @@ def _imported(path: str) -> Any:
 # -- sinks -----------------------------------------------------------------------------------------------------
 
 
-def known_sink(name: str) -> Any:
-    """Return the class of a sink by its name or path; raise if a package that it needs is missing."""
-    cls = sink_class(name)
-    if hasattr(cls, "check"):
-        cls.check()
-    return cls
-
-
-def sink_names() -> list[str]:
-    """Return the names of all sinks: the classes of ``hookline.sinks`` (``CSVSink`` is "csv") and the entry points."""
-    return [*_own_sinks(), *(point.name for point in entry_points(group=_ENTRY_POINTS))]
-
-
-def _own_sinks() -> dict[str, str]:
-    """Return the names of the sink classes of ``hookline.sinks``, by their name on the command line."""
-    classes = (name for name in hookline.sinks.__all__ if name.endswith("Sink") and name != "MetricSink")
-    return {name.removesuffix("Sink").lower(): name for name in classes}
-
-
 def sink_class(name: str) -> Any:
-    """Return the class of a sink: one of ``hookline.sinks`` by its name, one by an entry point, or one by its path."""
-    if own := _own_sinks().get(name):
-        return getattr(hookline.sinks, own)
-    for point in entry_points(group=_ENTRY_POINTS):
-        if point.name == name:
-            return point.load()
-    if ":" not in name and "." not in name:
-        raise OptionError(
-            f"Unknown sink {name!r}.{unknown_name_text(name, sink_names())} Your own: package.module:Class."
-        )
-    if ":" not in name and not name.endswith(".py"):
-        name = ":".join(name.rsplit(".", 1))
-    cls = load_object(name, wanted="a sink")
+    """Return the class of a sink; raise if there is none, or a package that it needs is missing.
+
+    Args:
+        name: That of a class of ``hookline.sinks`` (``CSVSink`` is "csv"), of an entry point, or a path.
+    """
+    classes = (each for each in hookline.sinks.__all__ if each.endswith("Sink") and each != "MetricSink")
+    own = {each.removesuffix("Sink").lower(): each for each in classes}
+    points = {} if name in own else {point.name: point for point in entry_points(group=_ENTRY_POINTS)}
+    if name in own:
+        cls = getattr(hookline.sinks, own[name])
+    elif name in points:
+        cls = points[name].load()
+    elif ":" not in name and "." not in name:
+        known = unknown_name_text(name, [*own, *points])
+        raise OptionError(f"Unknown sink {name!r}.{known} Your own: package.module:Class.")
+    else:
+        path = name if ":" in name or name.endswith(".py") else ":".join(name.rsplit(".", 1))
+        cls = load_object(path, wanted="a sink")
     if not callable(cls) or not hasattr(cls, "emit"):
         raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
+    getattr(cls, "check", bool)()
     return cls
 
 
@@ -327,8 +314,3 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         ) from None
     except ValueError:  # a class without a signature
         return
-
-
-def make_sink(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make a sink; each strategy has sinks of its own, with arguments of their own."""
-    return sink_class(name)(**own_copy(dict(arguments)))

@@ -56,7 +56,7 @@ class Document:
 
     @cached_property
     def lines(self) -> Lines:
-        """The line of each value; none where brackets are nested too deeply, or JSON goes over a limit of YAML."""
+        """The line of each value; none in TOML, where brackets are nested too deeply, or JSON goes over a limit."""
         try:
             return self.find_lines()
         except (RecursionError, yaml.YAMLError):
@@ -90,8 +90,8 @@ def read_document(path: str | Path) -> Document:
     Recipe: ``read_document("run.yaml").values``.
     """
     path = Path(path)
-    language, reader = _READERS.get(path.suffix.lower(), ("", None))
-    if reader is None:
+    language, read, compose = _READERS.get(path.suffix.lower(), ("", None, None))
+    if read is None:
         raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -100,7 +100,7 @@ def read_document(path: str | Path) -> Document:
     if not text.strip():
         return Document(path, None)
     try:
-        return Document(path, *reader(text))
+        return Document(path, read(text), dict if compose is None else lambda: _lines_below(compose(text)))
     except Exception as error:
         raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
 
@@ -163,21 +163,11 @@ for _tag, _pattern, _first in (
 CoreLoader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 )
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", node.value))
-)
 
 
-def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
-    loader = CoreLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None, dict
-        return own_copy(loader.construct_document(root)), partial(_lines_below, root)
-    finally:
-        loader.dispose()
+def _read_yaml(text: str) -> Any:
+    """Return the value of `text`; aliases are written out, so values share nothing."""
+    return own_copy(yaml.load(text, CoreLoader))
 
 
 def _lines_below(root: Any) -> Lines:
@@ -194,12 +184,7 @@ def _lines_below(root: Any) -> Lines:
     return found
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------
-
-
-def _read_json(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`, and what finds its lines."""
-    return json.loads(text, object_pairs_hook=_unique_keys), partial(_json_lines, text)
+# -- JSON, and all three -----------------------------------------------------------------------------------------
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,27 +196,21 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _json_lines(text: str) -> Lines:
+def _compose_json(text: str) -> Any:
     """Read JSON as YAML, for its marks; by libyaml, which is seven times as fast, where there is one."""
     text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
     text = re.sub(r"\\u[dD][89a-fA-F]..", "?", text)  # half a character, which YAML does not know
-    return _lines_below(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-# -- TOML ------------------------------------------------------------------------------------------------------
-
-
-def _read_toml(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`; `tomllib` tells no lines, so that errors have the key alone."""
-    return tomllib.loads(text), dict
-
-
-_READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lines]]]]]] = {
-    ".yaml": ("YAML", _read_yaml),
-    ".yml": ("YAML", _read_yaml),
-    ".json": ("JSON", _read_json),
-    ".toml": ("TOML", _read_toml),
+_YAML: Final = ("YAML", _read_yaml, partial(yaml.compose, Loader=CoreLoader))
+_READERS: Final[dict[str, tuple[str, Callable[[str], Any], Callable[[str], Any] | None]]] = {
+    ".yaml": _YAML,
+    ".yml": _YAML,
+    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique_keys), _compose_json),
+    ".toml": ("TOML", tomllib.loads, None),
 }
+"""By ending: the language, what reads a value from a text, and what finds its nodes, which have marks."""
 
 
 # -- what is wrong, and where ----------------------------------------------------------------------------------

@@ -137,14 +137,11 @@ def _found(thing: Any, path: str) -> FoundExperiment:
                 "derive it from hookline.Experiment, or name a function that makes an experiment."
             )
         return _of_class(thing, path)
-    if callable(thing) and not hasattr(thing, "model"):
+    if callable(thing):
         return _of_function(thing, path)
-    if hasattr(thing, "model"):
-        # The object exists already: every strategy would train the same one.
-        return replace(_of_class(type(thing), path), make=lambda config, strategy: thing, config_class=None)
+    # One that exists already would be no run of the seed, and every strategy would train the same.
     raise OptionError(
-        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, a function that makes one, or one that "
-        "is made."
+        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, or a function that makes one."
     )
 
 
@@ -225,12 +222,9 @@ class RunExperiment:
     @property
     def epochs_to_snapshot(self) -> int | None:
         """How many epochs from one snapshot to the next; None in the step loop."""
-        if self.loop == "step":
-            return None
-        if self.snapshot_every is not None:
-            return self.snapshot_every
-        own = getattr(getattr(self.experiment, "config", None), "snapshot_every", None)
-        return 1 if own is None else int(own)
+        from hookline.training.loops import distance_of_snapshots
+
+        return None if self.loop == "step" else distance_of_snapshots(self.experiment, self.snapshot_every, "epoch")
 
     def train(self, manager: Any, context: Mapping[str, Any], **options: Any) -> Any:
         """Run the loop, and return its result; `context` is what hooks and sinks are told of the run."""

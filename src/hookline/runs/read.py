@@ -149,8 +149,6 @@ def read(arguments: Sequence[str]) -> Asked:
         flags = _merged(before, flags)
     sources.append(Source(flags, flag_of))
     run = _validated(sources, found, faults, is_unknown=found is None)
-    if found is not None and how.resume:
-        _check_resumable(run, found)
     return Asked(run, found, how, _picked(run.model_dump(exclude_unset=True), flags))
 
 
@@ -314,24 +312,22 @@ def placed_files(values: Values, folder: Path) -> Values:
 
 
 def _saved(found: FoundExperiment, given: Values) -> tuple[Source, Values]:
-    """Return what the newest run of an experiment was asked for, in all and by flags; nothing where one may begin."""
+    """Return what the newest run of an experiment was asked for, in all and by flags.
+
+    Raise if its one strategy has nothing to resume; of several, those that are missing begin.
+    """
     output_dir = Path(str(given.get("output_dir", Run.model_fields["output_dir"].default)))  # not validated yet
     strategies = found.chosen(given.get("strategy"))
     folder = next(filter(None, (newest_run(output_dir, found.name, strategy) for strategy in strategies)), None)
+    if folder is None and len(strategies) == 1:
+        raise OptionError(
+            f"There is nothing to resume: no checkpoints in {output_dir / found.name / strategies[0]}. Start without "
+            "--resume, or say where the run is: --output-dir DIR."
+        )
     facts = {} if folder is None else read_run_json(folder, is_needed=True)
     asked_anew = ("experiment", "strategy", "output_dir")
     run, flags = ({key: one for key, one in facts.get(which, {}).items() if key not in asked_anew} for which in _SAVED)
     return Source(run, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}"), flags
-
-
-def _check_resumable(run: Run, found: FoundExperiment) -> None:
-    """Raise if the one strategy of a run has nothing to resume; of several, those that are missing begin."""
-    first, *others = found.chosen(run.strategy)
-    if not others and newest_run(Path(run.output_dir), found.name, first) is None:
-        raise OptionError(
-            f"There is nothing to resume: no checkpoints in {Path(run.output_dir) / found.name / first}. Start without "
-            "--resume, or say where the run is: --output-dir DIR."
-        )
 
 
 def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:

@@ -64,7 +64,7 @@ def _looked_up(path: str) -> AfterValidator:
 
 
 _HOOK: Final = _looked_up("hookline.runs.build:known_hook")
-_SINK: Final = _looked_up("hookline.runs.build:known_sink")
+_SINK: Final = _looked_up("hookline.runs.build:sink_class")
 _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.find:device_of")
 
@@ -213,10 +213,10 @@ class Sinks(_Part):
     @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
-        from hookline.runs.build import known_sink
+        from hookline.runs.build import sink_class
 
         if value is not None and value is not False:
-            known_sink(str(info.field_name))
+            sink_class(str(info.field_name))
         return value
 
     def chosen(self) -> dict[str, Any]:

@@ -171,7 +171,9 @@ class Session:
             raise RunFailed(_after_failure(folder, manager)) from error
         except BaseException as error:  # a second Ctrl-C
             notes.end("stopped", time.perf_counter() - began, error=error)
-            self._shown.say(_left_at_once(folder))
+            newest = max(checkpoints_in(folder), default=None)
+            there = "there is no checkpoint to continue from" if newest is None else f"--resume continues from {newest}"
+            self._shown.say(f"Stopped at once, without saving; {there}.")
             raise
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
@@ -213,12 +215,6 @@ def _after_failure(folder: Path, manager: HookManager) -> str:
     if checkpoints_in(folder):
         lines.append("To continue from its last checkpoint: --resume.")
     return " ".join(lines)
-
-
-def _left_at_once(folder: Path) -> str:
-    newest = max(checkpoints_in(folder), default=None)
-    there = "there is no checkpoint to continue from" if newest is None else f"--resume continues from {newest}"
-    return f"Stopped at once, without saving; {there}."
 
 
 # -- --record-trajectory and --validate-checkpoints ------------------------------------------------------------

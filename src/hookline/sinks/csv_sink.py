@@ -6,7 +6,6 @@ A `Reader` hands records to `CSVSink`. A new column has the file written again w
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
@@ -79,9 +78,7 @@ class CSVSink(FileSink):
         lines = b"".join(map(self._line, rows))
         if not self._width:
             lines = _joined(map(_quoted, self._place)) + lines
-        done = os.write(file.descriptor, lines)
-        if done < len(lines):
-            file.write_rest(lines, done)
+        file.write(lines)
         self._width = len(self._place)
 
     def _rows(self, record: Record) -> Iterable[tuple[dict[str, int], Mapping[str, Any]]]:

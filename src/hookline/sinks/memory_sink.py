@@ -38,20 +38,14 @@ class MemorySink(MetricSink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Keep a copy of the metrics, unless there are none."""
-        self._keep(Record(metrics, epoch, hook_point))
+        self.write(Record(metrics, epoch, hook_point))
 
     def write(self, record: Record) -> None:
         """Keep a copy of the record, unless there is nothing in it."""
-        if type(self).emit is MemorySink.emit:
-            self._keep(record)
-        else:  # a subclass that has to see every record
-            super().write(record)
-
-    def _keep(self, one: Record) -> None:
-        if one.metrics:
-            copied = dict(one.metrics)
-            place = (one.epoch, one.hook_point, one.step, one.strategy, one.rank, one.time, one.number)
-            self.records.append(MemoryRecord(copied, *place, dict(self._context)))
+        if record.metrics:
+            moment = (record.epoch, record.hook_point, record.step, record.strategy)
+            origin = (record.rank, record.time, record.number)
+            self.records.append(MemoryRecord(dict(record.metrics), *moment, *origin, dict(self._context)))
 
     def set_run_context(self, **context: Any) -> None:
         """Keep ``context`` with the records from now on."""
@@ -78,10 +72,6 @@ class MemorySink(MetricSink):
         """Drop all records: they come again."""
         self.clear()
         return True
-
-    def truncate(self, number: int) -> None:
-        """Drop the records from ``number`` on: a run without a log is resumed in this process."""
-        self.records = [record for record in self.records if record.number < number]
 
     def clear(self) -> None:
         """Drop all records."""

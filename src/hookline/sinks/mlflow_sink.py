@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from hookline.files import replace_file
 from hookline.records.sink import Record, RunSink
-from hookline.records.values import as_numbers, json_text, step_axis, values_in
+from hookline.records.values import as_numbers, json_text, values_in
 
 _FORBIDDEN: Final = re.compile(r"[^/\w.\- ]")
 _LONGEST_KEY: Final = 250
@@ -90,7 +90,7 @@ class MLflowSink(RunSink):
             if not found and value is not None:
                 tags[name] = RunTag(_key(name), _text(value))  # of several steps the last
         if record.epoch is not None:
-            metrics.append(Metric("epoch", float(record.epoch), stamp, step_axis(record)))
+            metrics.append(Metric("epoch", float(record.epoch), stamp, record.step or 0))
         self._send("metrics", metrics, _METRICS)
         self._send("tags", list(tags.values()), _PARAMS)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from hookline.errors import OptionError
 from hookline.records.log import utf8_text
 from hookline.records.sink import Record, RunSink, StepSeries
-from hookline.records.values import as_numbers, step_axis, to_plain, values_in
+from hookline.records.values import as_numbers, to_plain, values_in
 
 _FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
 _PROGRESS: Final = ("step", "epoch")
@@ -78,7 +78,7 @@ class PrometheusSink(RunSink):
         self.start()
         strategy, rank = "" if record.strategy is None else utf8_text(record.strategy), str(record.rank)
         found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
-        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points; of None, none
+        progress = {"step": record.step or 0, "epoch": record.epoch}  # one gauge for all hook points; of None, none
         with self._lock:
             self._newest.setdefault((strategy, rank, utf8_text(record.point)), {}).update(found)
             self._newest[strategy, rank, ""] = progress

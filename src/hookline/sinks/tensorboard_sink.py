@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
 from hookline.records.sink import FileSink, Record, file_name
-from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
+from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
 _Value: TypeAlias = dict[str, Any]
 """The fields of a ``Summary.Value``."""
@@ -68,7 +68,7 @@ class TensorBoardSink(FileSink):
         found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
             self._add(record, step, [value for one in group for value in _values(one)])
-        if record.epoch is not None and (at := (step_axis(record), record.epoch)) != self._epoch:
+        if record.epoch is not None and (at := (record.step or 0, record.epoch)) != self._epoch:
             self._epoch = at
             self._add(record, at[0], [_scalar("epoch", record.epoch)])
 

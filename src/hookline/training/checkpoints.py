@@ -183,19 +183,14 @@ def lock_folder(folder: Path) -> FileLock:
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
     """Return a line for each setting that differs: ``lr: 0.1 → 0.2``."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        names = [*saved, *(name for name in now if name not in saved)]
-        return [
-            line
-            for name in names
-            for line in differences(
-                saved.get(name, _NOT_THERE), now.get(name, _NOT_THERE), f"{path}.{name}" if path else str(name)
-            )
-        ]
+        above = f"{path}." if path else ""
+        pairs = {f"{above}{key}": (saved.get(key, _NOT_THERE), now.get(key, _NOT_THERE)) for key in {**saved, **now}}
+        return [line for name, (was, found) in pairs.items() for line in differences(was, found, name)]
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (saved, now))
     if saved == now or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
         return []
     was, found = (one if one is _NOT_THERE else repr(one) for one in (saved, now))
-    return [f"{path or 'config'}: {was} → {found}"]
+    return [f"{path}: {was} → {found}"]
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------

@@ -151,15 +151,9 @@ class Experiment:
                 f"loss_fn= is called with the model and a batch, and {type(loss_fn).__name__} takes output and target: "
                 "hand over lambda model, batch: criterion(model(batch[0]), batch[1])."
             )
-        self.model = model
-        self.optimizer = optimizer
-        self.loader = loader
-        self.scheduler = scheduler
-        self.scheduler_per = scheduler_per
-        self.scaler = scaler
-        self.accumulate = accumulate
-        self.clip_norm = clip_norm
-        self.config = config
+        parts = (model, optimizer, loader, scheduler, scheduler_per, scaler, accumulate, clip_norm, config)
+        for name, part in zip(_PARTS, parts, strict=True):
+            setattr(self, name, part)
         given = (
             loss_fn, evaluate, train_step, should_stop, on_epoch_end, target_gradient, get_loader, shuffled_loader,
         )  # fmt: skip

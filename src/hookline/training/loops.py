@@ -86,7 +86,7 @@ def epoch_loop(
     eval_every = whole_number("eval_every", eval_every, 0)
     first = whole_number("first_epoch", first_epoch, 0)
     experiment = Experiment.of(experiment)
-    every = _snapshot_every(experiment, snapshot_every, "epoch")
+    every = distance_of_snapshots(experiment, snapshot_every, "epoch")
     run = _start_run(experiment, "epoch", manager, every=every, first=first, resume=resume, run_context=run_context)
     settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
     with _saved(run, checkpoints, resume, settings), _shown(run, progress, epochs), run.written_at_the_end():
@@ -176,7 +176,7 @@ def step_loop(
     experiment = Experiment.of(experiment)
     if experiment.scheduler_per == "epoch":
         raise OptionError("step_loop() has no epochs to count: let scheduler_per= be 'step', or take epoch_loop().")
-    every = _snapshot_every(experiment, snapshot_every, "step")
+    every = distance_of_snapshots(experiment, snapshot_every, "step")
     run = _start_run(experiment, "step", manager, every=every, first=first, resume=resume, run_context=run_context)
     settings = {"steps": steps, "snapshot_every": every}
     with _saved(run, checkpoints, resume, settings), _shown(run, progress, steps), run.written_at_the_end():
@@ -240,9 +240,9 @@ def _batches(run: Run) -> Iterator[Any]:
 # -- the beginning and the end of both ---------------------------------------------------------------------------
 
 
-def _snapshot_every(experiment: Experiment, given: int | None, loop: str) -> int:
+def distance_of_snapshots(experiment: Any, given: int | None, loop: str) -> int:
     """Return the distance of snapshots: as the loop was told, else as the experiment's configuration says."""
-    name, config = "snapshot_every", experiment.config
+    name, config = "snapshot_every", getattr(experiment, "config", None)
     if given is None:
         given = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return whole_number(name, _SNAPSHOT_EVERY[loop] if given is None else given, 0)

@@ -15,6 +15,7 @@ from helpers_loops import left_by, linear_experiment, rich_experiment
 from helpers_training import differences
 from helpers_warm import WarmPopen
 from torch import nn
+from torch.optim import lr_scheduler
 
 import hookline as hl
 from hookline import checkpoint_file as module
@@ -68,12 +69,6 @@ def test_other_wrong_uses_are_refused(tmp_path):
     saved_run(tmp_path)
     with pytest.raises(ResumeError, match=r"step_00000009.*resume=True"):
         hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path))
-
-
-def test_to_resume_where_nothing_is_begins(tmp_path):
-    """The same line starts a run and goes on with it."""
-    result = hl.epoch_loop(linear_experiment(), epochs=2, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert result.steps == 6
 
 
 # -- damage ---------------------------------------------------------------------------------------------------------
@@ -180,26 +175,25 @@ def test_another_model_is_refused_and_nothing_is_loaded(tmp_path):
 
 
 def test_another_optimizer_or_loop_is_refused(tmp_path):
+    """And nothing is loaded."""
     hl.epoch_loop(rich_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path))
     options = {"checkpoints": Checkpoints(tmp_path), "resume": True}
-    experiment = rich_experiment()
-    groups = [{"params": list(part.parameters())} for part in (experiment.model[0], experiment.model[1:])]
-    experiment.optimizer = torch.optim.AdamW(groups)
-    with pytest.raises(ResumeError, match=r"groups of \[6\].*groups of \[2, 4\]"):
-        hl.epoch_loop(experiment, epochs=1, **options)
-    experiment = rich_experiment()
-    experiment.optimizer = torch.optim.SGD(experiment.model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ResumeError, match=r"The optimizer is another one.*AdamW.*SGD"):
-        hl.epoch_loop(experiment, epochs=1, **options)
-    assert not experiment.optimizer.state
-    experiment = rich_experiment()
-    experiment.scheduler = torch.optim.lr_scheduler.ConstantLR(experiment.optimizer)
-    with pytest.raises(ResumeError, match=r"The scheduler is another one.*ConstantLR"):
-        hl.epoch_loop(experiment, epochs=1, **options)
-    experiment = rich_experiment()
-    experiment.scheduler = None
-    with pytest.raises(ResumeError, match="has one for scheduler"):
-        hl.epoch_loop(experiment, epochs=1, **options)
+
+    def in_groups(model):
+        return torch.optim.AdamW([{"params": list(part.parameters())} for part in (model[0], model[1:])])
+
+    others = {
+        r"groups of \[6\].*groups of \[2, 4\]": lambda e: {"optimizer": in_groups(e.model)},
+        r"The optimizer is another one.*AdamW.*SGD": lambda e: {"optimizer": torch.optim.SGD(e.model.parameters())},
+        r"The scheduler is another.*ConstantLR": lambda e: {"scheduler": lr_scheduler.ConstantLR(e.optimizer)},
+        "has one for scheduler": lambda e: {"scheduler": None},
+    }
+    for message, change in others.items():
+        experiment = rich_experiment()
+        vars(experiment).update(change(experiment))
+        with pytest.raises(ResumeError, match=message):
+            hl.epoch_loop(experiment, epochs=1, **options)
+        assert not experiment.optimizer.state
     with pytest.raises(ResumeError, match=r"epoch loop.*step loop"):
         hl.step_loop(rich_experiment(), steps=1, **options)
 

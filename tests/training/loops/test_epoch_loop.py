@@ -83,17 +83,6 @@ def test_evaluation_comes_every_so_often_and_at_snapshots():
     assert [ctx.epoch for ctx in hook.at("POST_EPOCH") if ctx.val_acc is not None] == evaluated
 
 
-def test_evaluation_goes_to_sinks_and_into_the_result():
-    """By the names that the experiment gave."""
-    sink = hl.sinks.MemorySink()
-    experiment = linear_experiment(1, evaluate=lambda model: {"val_acc": 0.5, "perplexity": 2.0})
-    manager = hl.HookManager(hooks=[noting("POST_EPOCH")], sinks=[sink])
-    result = hl.epoch_loop(experiment, epochs=2, manager=manager)
-    assert sink.series("eval/perplexity") == [(0, 2.0), (1, 2.0)]
-    assert result.metrics == {"val_acc": 0.5, "perplexity": 2.0}
-    assert (result.epochs, result.steps, result.stopped_early) == (2, 2, False)
-
-
 def test_hooks_start_anew_with_each_run_and_go_on_with_a_resumed_one():
     """reset_all, unless the first epoch is a later one; sinks and hooks are told of the run."""
 
@@ -180,24 +169,3 @@ def test_whatever_ends_the_run_everything_is_written(error):
         hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert sink.series("noting/seen") == [(0, [1, 2, 3]), (1, [4, 5])]
     assert sink.flushes == 1
-
-
-def test_an_interrupted_intervention_leaves_the_run_where_it_was():
-    """After four steps: the weights are those of four steps, and what hooks had returned is written."""
-
-    class Interrupted(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_STEP}
-
-        def intervene(self, run_ctx, model_ctx):
-            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
-            if run_ctx.step == 3:
-                raise KeyboardInterrupt
-            return {"step": run_ctx.step}
-
-    experiment, expected, sink = linear_experiment(3), linear_experiment(3), hl.sinks.MemorySink()
-    with pytest.raises(KeyboardInterrupt):
-        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[Interrupted()], sinks=[sink]))
-    hl.step_loop(expected, steps=4)
-    assert torch.equal(experiment.model.weight, expected.model.weight)
-    assert torch.equal(experiment.model.weight.grad, expected.model.weight.grad)
-    assert sink.series("Interrupted/step") == [(0, [0, 1, 2])]

@@ -67,34 +67,6 @@ def test_with_accumulation_a_step_is_one_of_the_optimizer():
     assert norms[-1] == pytest.approx(experiment.model.bias.grad.norm().item(), rel=1e-6)
 
 
-def test_an_experiment_can_be_a_class():
-    """Methods instead of functions; super() is there."""
-
-    class Parity(hl.Experiment):
-        steps = 0
-
-        def loss_fn(self, model, batch):
-            return (model(batch[0]) - 1).square().mean()
-
-        def train_step(self, batch):
-            self.steps += 1
-            return super().train_step(batch)
-
-        def evaluate(self, model):
-            return {"val_acc": 1.0}
-
-        def get_loader(self, epoch):
-            return self.loader[: epoch + 1]
-
-    given = linear_experiment(3)
-    experiment = Parity(given.model, given.optimizer, given.loader)
-    before = given.model.bias.item()
-    result = hl.epoch_loop(experiment, epochs=3)
-    assert experiment.steps == result.steps == 6
-    assert result.metrics == {"val_acc": 1.0}
-    assert given.model.bias.item() != before
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [

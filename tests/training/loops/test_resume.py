@@ -16,7 +16,7 @@ from helpers_resume import (
     NeedsAll,
     Sampled,
     StopAt,
-    stop_and_go,
+    left_by_both,
     uninterrupted,
     with_loader,
 )
@@ -115,10 +115,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def test_data_go_on_where_they_were(name, loop, tmp_path):
     """In the middle of a pass, right after its last step, and in the next one."""
     make_experiment = with_loader(LOADERS[name])
-    expected, expected_result = uninterrupted(make_experiment, loop)
-    experiment, result = stop_and_go(make_experiment, tmp_path, (1, PASS - 1, PASS, 2 * PASS + 1), loop)
-    assert differences(left_by(expected), left_by(experiment)) == []
-    assert result == expected_result
+    left_by_both(make_experiment, tmp_path, (1, PASS - 1, PASS, 2 * PASS + 1), loop)
 
 
 def test_workers_that_persist_are_started_without_a_draw(tmp_path):
@@ -138,19 +135,14 @@ def test_workers_that_persist_are_started_without_a_draw(tmp_path):
             multiprocessing_context="fork",
         )
     )
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, (2, PASS + 1), every=1)
-    assert differences(left_by(expected), left_by(experiment)) == []
+    left_by_both(make_experiment, tmp_path, (2, PASS + 1), every=1)
 
 
 @pytest.mark.product(1, options={"accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.1}}, loop=["epoch", "step"])
 def test_settings_of_the_step_make_no_difference(options, loop, tmp_path):
     """With two batches to a step, a pass of five has three steps."""
     make_experiment = with_loader(LOADERS["shuffled by the stream of the run"], **options)
-    expected, expected_result = uninterrupted(make_experiment, loop)
-    experiment, result = stop_and_go(make_experiment, tmp_path, (1, 2, 4), loop)
-    assert differences(left_by(expected), left_by(experiment)) == []
-    assert result == expected_result
+    left_by_both(make_experiment, tmp_path, (1, 2, 4), loop)
 
 
 def test_a_loader_made_for_each_epoch_is_made_again(tmp_path):
@@ -170,9 +162,7 @@ def test_a_loader_made_for_each_epoch_is_made_again(tmp_path):
         def loss_fn(self, model, batch):
             return F.cross_entropy(model(batch[0]), batch[1])
 
-    expected, _ = uninterrupted(Curriculum)
-    experiment, _ = stop_and_go(Curriculum, tmp_path, (2, 4, 8))
-    assert differences(left_by(expected), left_by(experiment)) == []
+    expected, experiment = left_by_both(Curriculum, tmp_path, (2, 4, 8))
     assert torch.equal(expected.generator.get_state(), experiment.generator.get_state())
 
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers_loops import left_by, linear_experiment, rich_experiment, seed_everything
+from helpers_loops import linear_experiment, rich_experiment, seed_everything
 from helpers_resume import (
     PASS,
     Sampled,
+    left_by_both,
     make,
     outcome,
     read_records,
     stop_and_go,
     train,
-    uninterrupted,
 )
 from helpers_training import differences
 from torch import nn
@@ -187,9 +187,7 @@ def test_what_modules_and_datasets_keep_besides_goes_on(stops, tmp_path):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return hl.Experiment(model, optimizer, DataLoader(Counts(8 * PASS), batch_size=8, shuffle=True))
 
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, stops)
-    assert differences(left_by(expected), left_by(experiment)) == []
+    expected, experiment = left_by_both(make_experiment, tmp_path, stops)
     assert experiment.model.calls == expected.model.calls == 15
     assert torch.equal(experiment.model.generator.get_state(), expected.model.generator.get_state())
 
@@ -211,9 +209,7 @@ def test_state_that_is_wider_than_its_parameter_stays_so(tmp_path):
         data = [(torch.randn(8, 4).bfloat16(), torch.randn(8, 2).bfloat16()) for _ in range(PASS)]
         return hl.Experiment(model, Wide(model.parameters(), lr=1e-3), data)
 
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, (3, 7))
-    assert differences(left_by(expected), left_by(experiment)) == []
+    _, experiment = left_by_both(make_experiment, tmp_path, (3, 7))
     assert experiment.optimizer.state[experiment.model.weight]["master"].dtype is torch.float32
 
 
@@ -230,9 +226,7 @@ def test_modes_and_frozen_parameters_are_part_of_the_run(tmp_path):
         model[0].weight.requires_grad_(True)
         model[1].train()
 
-    expected, _ = uninterrupted(make_experiment)
-    experiment, _ = stop_and_go(make_experiment, tmp_path, (7,))
-    assert differences(left_by(expected), left_by(experiment)) == []
+    _, experiment = left_by_both(make_experiment, tmp_path, (7,))
     assert experiment.model[0].weight.requires_grad
 
 

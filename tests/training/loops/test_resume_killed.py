@@ -19,8 +19,6 @@ from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
-"""Seconds; a whole run takes half of one."""
-
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:

@@ -283,7 +283,6 @@ def raises_everywhere() -> dict[str, Any]:
                 "ended": ended,
                 "off": "broken" in manager.plan.left_out,
                 "step": manager.global_step,
-                "errors": manager.hooks.errors.get("broken"),
                 "warned": [str(one.message) for one in caught if "bad day" in str(one.message)],
                 "log": [one for one in sink.records if "run/error" in one[2]],
                 "kept": "local/plain" in sink.metrics("POST_EPOCH") or "local/plain" in sink.metrics("POST_STEP"),
