@@ -153,12 +153,6 @@ def _check_sum(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")
 
 
-def digest(tree: Any) -> int:
-    """Return the checksum of what would be written: two trees have it in common only if they hold the same."""
-    with open(os.devnull, "wb") as nowhere:
-        return _save(to_savable(tree), nowhere)
-
-
 # -- the tree --------------------------------------------------------------------------------------------------------
 
 
