@@ -28,7 +28,7 @@ from hookline.when import HookPoint
 
 _MARK: Final = b"hookline.checkpoint."
 """Comes after what torch.save wrote; after it come the version and 4 bytes of CRC-32."""
-_VERSION: Final = b"3"
+_VERSION: Final = b"4"
 """Of the format and of the tree in it; goes up when a run could not be resumed from the one before."""
 _END: Final = len(_MARK + _VERSION) + 4
 PART: Final = "\x1flocal"

@@ -702,7 +702,7 @@ class Snapshot:
                 part.restore_versions(advance=not versions)
         if self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
-            self._random.restore(own=False)
+            self._random.restore()
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         return changes, lost
 
