@@ -167,14 +167,14 @@ class hook_rng(kept_rng):
             self._begin = _positions()
 
     def __exit__(self, *exc_info: object) -> None:
-        drawn = before = self._before.streams
+        drawn = self._before.streams
         if not self._undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
-            drawn = {name: state for name, state in before.items() if not _is_same(now[name], self._begin[name])}
+            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
         for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
             _HOOKS.marks[name] = _digest(state), self._repeats.get(name, 0)
         _HOOKS.run_seed = self._outer_seed
-        self._before.restore(before if self._repeats else drawn)
+        self._before.restore(drawn.keys() | self._repeats.keys())
 
 
 def stream_states() -> dict[str, Any]:
