@@ -28,7 +28,7 @@ from hookline.when import HookPoint
 
 _MARK: Final = b"hookline.checkpoint."
 """Comes after what torch.save wrote; after it come the version and 4 bytes of CRC-32."""
-_VERSION: Final = b"3"
+_VERSION: Final = b"4"
 """Of the format and of the tree in it; goes up when a run could not be resumed from the one before."""
 _END: Final = len(_MARK + _VERSION) + 4
 PART: Final = "\x1flocal"
@@ -151,12 +151,6 @@ def _check_sum(path: Path) -> None:
         )
     if end != _MARK + _VERSION + found.to_bytes(4, "little"):
         raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")
-
-
-def digest(tree: Any) -> int:
-    """Return the checksum of what would be written: two trees have it in common only if they hold the same."""
-    with open(os.devnull, "wb") as nowhere:
-        return _save(to_savable(tree), nowhere)
 
 
 # -- the tree --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
-ALL_PHASES: Final[Phases] = frozenset(PHASES)
 
 
 class _Entered:

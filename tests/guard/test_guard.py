@@ -67,7 +67,7 @@ def test_gradients_are_forbidden_to_readers_and_put_away_for_those_who_compute_s
         run.loss(run.model, [torch.randn(6, 5)]).backward()
     assert all(p.grad is grad for p, grad in zip(run.model.parameters(), grads, strict=True))
     guard.save(["reads"])
-    complaint = r"changed model\.embed\.weight\.grad.*scope='grads'"
+    complaint = r"changed 'model\.embed\.weight\.grad'.*scope='grads'"
     with pytest.raises(GuardError, match=complaint), guard.protecting("liar", "reads"):
         run.model.embed.weight.grad = None
     assert run.model.embed.weight.grad is grads[0]

@@ -111,7 +111,7 @@ def test_an_observer_that_leaves_a_switch_moved_is_named_in_strict_mode():
 
     before = torch.get_num_threads()
     try:
-        with pytest.raises(hl.errors.GuardError, match="changed number of threads"):
+        with pytest.raises(hl.errors.GuardError, match="changed 'number of threads'"):
             _trained(_Observer(act), strict=True)
     finally:
         torch.set_num_threads(before)

@@ -102,7 +102,7 @@ def test_another_bit_generator_of_numpy_is_put_back(memory, request):
 
 
 def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():
-    """The first ends in the middle of the second, which then drew from the run's stream, and left its own behind."""
+    """The first ends in the middle of the second."""
     np.random.seed(3)
     expected = np.random.rand(2).tolist()
     np.random.seed(3)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hookline.errors import GuardError
 from hookline.guard.guard import rollback
 from hookline.guard.model_context import ModelDataContext
 
@@ -58,6 +59,17 @@ def test_a_data_parallel_model_keeps_its_gradient_buckets():
         for parameter, (grad, numbers) in zip(model.parameters(), grads, strict=True):
             assert parameter.grad is grad
             assert torch.equal(grad, numbers)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_data_parallel_model_that_would_lose_gradients_is_named():
+    """torch makes new nodes for data of another dtype, and the hooks of DistributedDataParallel are on the old."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with rollback(parallel):
+        parallel.module.weight.data = parallel.module.weight.data.clone()
+    says = r"weight \(DistributedDataParallel would not see"
+    with pytest.raises(GuardError, match=says), rollback(parallel):
+        parallel.module.weight.data = parallel.module.weight.data.double()
 
 
 def _step(model, optimizer, batch) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import vandals
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.guard.guard import TorchSwitches, rollback
@@ -47,27 +46,6 @@ def test_memory_that_was_shrunk_and_shown_to_numpy_is_replaced_and_named():
     assert (model.scale.tolist(), model.rest.tolist()) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0])
     model.scale[3] = 7
     assert model.rest[0] == 7
-
-
-@pytest.fixture
-def parallel(tmp_path):
-    """A model whose gradients are added up over processes, of which there is one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield DistributedDataParallel(nn.Linear(2, 2))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_data_parallel_model_that_would_lose_gradients_is_named(parallel):
-    """torch makes new nodes for data of another dtype, and the hooks of DistributedDataParallel are on the old."""
-    with rollback(parallel):
-        parallel.module.weight.data = parallel.module.weight.data.clone()
-    with (
-        pytest.raises(hl.errors.GuardError, match=r"weight \(DistributedDataParallel would not see"),
-        rollback(parallel),
-    ):
-        parallel.module.weight.data = parallel.module.weight.data.double()
 
 
 # -- at random --------------------------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from hookline.guard.snapshot import (
     BUFFERS,
     NOTHING,
     Snapshot,
-    first_names,
     interrupts_deferred,
     raise_if_lost,
     roots_of,
 )
 from hookline.guard.walk import StateChange
-from hookline.messages import suggest
+from hookline.messages import listed, suggest
 from hookline.sites import _torch
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -288,7 +287,7 @@ class Guard:
             self._observed.forget()
         if changed:
             raise GuardError(
-                f"Hook {name!r} observes, and changed {first_names(changed)}. "
+                f"Hook {name!r} observes, and changed {listed(changed)}. "
                 "Next: make it an intervention, which is undone."
             )
 
@@ -342,11 +341,11 @@ def _check_scope(scope: str) -> str:
 def _forbidden_message(receipt: GuardReceipt, forbidden: list[StateChange]) -> str:
     """Return the text of the error about changes that the declared scope does not allow."""
     lost = [change.name for change in forbidden if change.name not in receipt.restored]
-    fate = f"No copy was taken of {first_names(lost)}: the run cannot continue." if lost else "All of it was put back."
+    fate = f"No copy was taken of {listed(lost)}: the run cannot continue." if lost else "All of it was put back."
     only_grads = receipt.scope == "reads" and all("gradient" in change.kind for change in forbidden)
     wider = "scope='grads' or 'trains'" if only_grads else "scope='trains'"
     return (
         f"Hook {receipt.hook!r} declares scope={receipt.scope!r}, and changed "
-        f"{first_names([change.name for change in forbidden])}. {fate} "
+        f"{listed([change.name for change in forbidden])}. {fate} "
         f"Next: declare {wider}."
     )

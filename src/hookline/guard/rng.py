@@ -2,7 +2,7 @@
 
 `HookManager.fire` wraps a firing in `hook_rng`, everything else that calls hooks uses `kept_rng`, and `Snapshot` takes
 `RandomStates`. All three cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python,
-and generators that are passed. What hooks draw depends on the seeds of the run, and is different at every firing.
+and generators that are passed. What hooks draw depends on where the run is, and is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -17,7 +17,7 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -27,7 +27,6 @@ GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.Random
 """The types that ``generators=`` takes, and that are found on models, loaders and samplers."""
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _NUMPY: Final[Any] = np.random  # its annotations leave out the functions that exchange its global stream
-_CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python": random}
 
 
 # -- NumPy's store ---------------------------------------------------------------------------------------------------
@@ -68,27 +67,46 @@ _STORED_NORMAL: Final = _find_store()
 
 
 class _HookStreams:
-    """The streams that hooks draw from, of the process."""
+    """What is known of the firings of the process."""
 
     def __init__(self) -> None:
-        self.numpy: np.random.MT19937 | None = None
-        """The stream of NumPy's global functions inside `kept_rng`; continues from one block to the next."""
-        self.base = 0
-        """Its seed, made of the seeds of torch and NumPy at the first block of a run."""
-        self.num_nested = 0
-        """How many more streams were made for blocks inside blocks, which must not move the stream of the outer one."""
-        self.in_use: Final[list[Any]] = []
-        """The NumPy streams of the blocks that are open, the innermost last."""
-        self.outside: tuple[Any, Any] = None, None
-        """The run's own stream of NumPy, and the number it has in store, while a block is open."""
         self.marks: Final[dict[str, tuple[int, int]]] = {}
-        """For each other stream, the digest of its state in the run when hooks last drew, and how many firings before
-        had found it there."""
+        """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had
+        found it there."""
         self.run_seed: int | None = None
         """The seed of the run, while hooks fire."""
 
 
 _HOOKS: Final = _HookStreams()
+
+
+class RandomStates:
+    """The states of all streams, to go back to any number of times."""
+
+    __slots__ = ("_others", "streams")
+
+    def __init__(self, generators: Iterable[_Generator] = ()) -> None:
+        self.streams = _positions()
+        """Where torch, Python, NumPy and every CUDA device in use are."""
+        self._others = [(generator, state_of(generator)) for generator in generators]
+
+    def restore(self, streams: Iterable[str] | None = None) -> None:
+        """Set every stream back to where it was; of the global ones those of these names, by default all."""
+        for name in self.streams if streams is None else streams:
+            _set_position(name, self.streams[name])
+        for generator, state in self._others:
+            set_state(generator, state)
+
+    def changed(self) -> list[str]:
+        """Return the names of the streams that have moved since."""
+        now, before = _positions(), self.streams
+        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
+        others = [
+            f"generator {number} ({type(generator).__name__})"
+            for number, (generator, state) in enumerate(self._others)
+            if not _is_same(state_of(generator), state)
+        ]
+        return [*map(_spoken, moved), *others]
 
 
 class kept_rng:
@@ -99,37 +117,27 @@ class kept_rng:
         with hookline.guard.rng.kept_rng():
             anything()  # may draw from torch, NumPy, Python
 
-    NumPy's global functions draw from a stream of ours meanwhile, which goes on in the next block; the others
-    go on from where they are. May be nested.
+    The block draws what the run would have drawn. May be nested.
     """
 
-    __slots__ = ("_generators", "_numpy", "_others", "_states")
+    __slots__ = ("_before", "_generators")
 
     def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
         self._generators = generators
 
     def __enter__(self) -> None:
-        self._states = _positions()
-        self._others = [(generator, state_of(generator)) for generator in self._generators]
-        self._numpy = _exchange_numpy()
+        self._before = RandomStates(self._generators)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._put_back(self._states)
-
-    def _put_back(self, states: Mapping[str, Any]) -> None:
-        _exchange_numpy_back(*self._numpy)
-        for name, state in states.items():
-            set_state(_stream(name), state)
-        for generator, state in self._others:
-            set_state(generator, state)
+        self._before.restore()
 
 
 class hook_rng(kept_rng):
     """Keep all streams for a firing, and let hooks draw other numbers than at the firing before.
 
-    torch and Python go on from where the run is, so that a forward with dropout drops what the next step would. Where
-    the run has not drawn since hooks did (a run of full batches never does), those would be the same numbers again:
-    then the stream is seeded by where the run is and how often hooks have been there.
+    Streams go on from where the run is, so that a forward with dropout drops what the next step would. Where the run
+    has not drawn since hooks did (most draw nothing from NumPy), those would be the same numbers again: then the stream
+    is seeded by where the run is and how often hooks have been there.
     """
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
@@ -143,79 +151,35 @@ class hook_rng(kept_rng):
         kept_rng.__enter__(self)
         self._outer_seed = _HOOKS.run_seed
         _HOOKS.run_seed = run_seed()
-        self._begin = self._states
+        self._begin = self._before.streams
         self._repeats: dict[str, int] = {}
         if _HOOKS.marks:
             self._seed_where_hooks_drew(_HOOKS.marks)
 
     def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[int, int]]) -> None:
         """Seed each stream that is where the hooks of an earlier firing found it, and drew."""
-        for name, state in self._states.items():
+        for name, state in self._before.streams.items():
             mark, repeats = marks.get(name, (None, 0))
             if mark is not None and mark == _digest(state):
                 self._repeats[name] = repeats + 1
-                stream, seed = _stream(name), _hashed(name, _digest(state), repeats + 1)
-                (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
+                _seed(name, _hashed(name, mark, repeats + 1))
         if self._repeats and not self._undone:
             self._begin = _positions()
 
     def __exit__(self, *exc_info: object) -> None:
-        drawn = self._states
+        drawn = self._before.streams
         if not self._undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
             drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
         for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
             _HOOKS.marks[name] = _digest(state), self._repeats.get(name, 0)
         _HOOKS.run_seed = self._outer_seed
-        self._put_back(self._states if self._repeats else drawn)
-
-
-class RandomStates:
-    """The states of all streams, to go back to any number of times."""
-
-    __slots__ = ("_is_of_hooks", "_numpy", "_others", "_states", "_stream")
-
-    def __init__(self, generators: Iterable[_Generator] = ()) -> None:
-        self._states = _positions()
-        self._stream, self._numpy = _NUMPY.get_bit_generator(), _numpy_position()
-        self._is_of_hooks = any(self._stream is stream for stream in _HOOKS.in_use)
-        self._others = [(generator, state_of(generator)) for generator in generators]
-
-    def restore(self, *, own: bool = True) -> None:
-        """Set every stream back to where it was.
-
-        Without ``own``, the stream of NumPy that hooks draw from goes on: it is not the run's, and a hook that is
-        undone at every firing would draw the same from it for ever.
-        """
-        for name, state in self._states.items():
-            set_state(_stream(name), state)
-        for generator, state in self._others:
-            set_state(generator, state)
-        if _HOOKS.in_use and not self._is_of_hooks:
-            # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
-            _NUMPY.set_bit_generator(type(self._stream)())
-            _set_numpy_position(self._numpy)
-            return
-        if _NUMPY.get_bit_generator() is not self._stream:
-            _NUMPY.set_bit_generator(self._stream)
-        if own or not self._is_of_hooks:
-            _set_numpy_position(self._numpy)
-
-    def changed(self) -> list[str]:
-        """Return the names of the streams that have moved since."""
-        now, before = _positions() | {"NumPy": _numpy_position()}, self._states | {"NumPy": self._numpy}
-        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
-        others = [
-            f"generator {number} ({type(generator).__name__})"
-            for number, (generator, state) in enumerate(self._others)
-            if not _is_same(state_of(generator), state)
-        ]
-        return [*map(_spoken, moved), *others]
+        self._before.restore(drawn.keys() | self._repeats.keys())
 
 
 def stream_states() -> dict[str, Any]:
     """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name."""
-    return {_spoken(name): state for name, state in (_positions() | {"NumPy": numpy_state()}).items()}
+    return {_spoken(name): state for name, state in {**_positions(), "NumPy": numpy_state()}.items()}
 
 
 def run_seed() -> int:
@@ -223,35 +187,21 @@ def run_seed() -> int:
     return torch.default_generator.initial_seed() if _HOOKS.run_seed is None else _HOOKS.run_seed
 
 
-def hook_stream() -> dict[str, Any]:
-    """Return the states of the streams of hooks, for a checkpoint; plain values."""
-    return {
-        "numpy": None if _HOOKS.numpy is None else _HOOKS.numpy.state,
-        "base": _HOOKS.base,
-        "others": _HOOKS.num_nested,
-        "marks": {name: list(mark) for name, mark in _HOOKS.marks.items()},
-    }
+def hook_stream() -> dict[str, list[int]]:
+    """Return the marks of the streams of hooks, for a checkpoint; plain values."""
+    return {name: list(mark) for name, mark in _HOOKS.marks.items()}
 
 
-def set_hook_stream(state: Mapping[str, Any]) -> None:
-    """Set the streams of hooks to a ``state`` that `hook_stream` returned."""
-    _HOOKS.numpy, _HOOKS.num_nested, _HOOKS.base = None, state["others"], state.get("base", 0)
+def set_hook_stream(marks: Mapping[str, Sequence[int]]) -> None:
+    """Set the ``marks`` that `hook_stream` returned."""
     _HOOKS.marks.clear()
-    _HOOKS.marks.update({name: (mark, repeats) for name, (mark, repeats) in state.get("marks", {}).items()})
-    if state["numpy"] is not None:
-        _HOOKS.numpy = np.random.MT19937(0)
-        _HOOKS.numpy.state = state["numpy"]
+    _HOOKS.marks.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
 
 
 def restart_hook_stream() -> None:
-    """Restart the streams of hooks for another run, so that equal runs in one process draw the same."""
-    if not _HOOKS.in_use:  # a hook that trains a run of its own draws on
-        set_hook_stream({"numpy": None, "others": 0})
-
-
-def _stream(name: str) -> Any:
-    """Return the stream of torch, Python or a CUDA device."""
-    return _CPU_STREAMS[name] if name in _CPU_STREAMS else torch.cuda.default_generators[int(name[len("cuda:") :])]
+    """Forget the firings of another run, so that equal runs in one process draw the same."""
+    if _HOOKS.run_seed is None:  # a hook that trains a run of its own draws on
+        _HOOKS.marks.clear()
 
 
 def _spoken(name: str) -> str:
@@ -259,8 +209,10 @@ def _spoken(name: str) -> str:
 
 
 def _digest(state: Any) -> int:
-    """Return a number for a state of torch or Python, the same in every process."""
-    return zlib.crc32(state.numpy().data) if isinstance(state, torch.Tensor) else hash(state[1])
+    """Return a number for where a stream is, the same in every process."""
+    if isinstance(state, torch.Tensor):
+        return zlib.crc32(state.numpy().data)
+    return zlib.crc32(state[1]) if isinstance(state[1], bytes) else hash(state[1])  # of NumPy, of Python
 
 
 def _hashed(*parts: object) -> int:
@@ -286,38 +238,6 @@ def set_cuda_states(states: Iterable[torch.Tensor]) -> None:
 # -- NumPy ---------------------------------------------------------------------------------------------------------
 
 
-def _exchange_numpy() -> tuple[Any, Any, Any]:
-    """Let NumPy draw from a stream of ours; return that, its own, and the second number of a pair, which it forgets."""
-    own = _NUMPY.get_bit_generator()
-    stored = numpy_state() if _STORED_NORMAL is None else _STORED_NORMAL.raw
-    if _HOOKS.numpy is None:
-        _HOOKS.base = _hashed(torch.initial_seed(), pickle.dumps(own.state))
-        _HOOKS.numpy = np.random.MT19937(_HOOKS.base)
-    ours = _HOOKS.numpy
-    if type(own) is not np.random.MT19937 or own is ours:
-        _HOOKS.num_nested += 1
-        ours = np.random.MT19937(_hashed(_HOOKS.base, _HOOKS.num_nested))
-    _NUMPY.set_bit_generator(ours)
-    if not _HOOKS.in_use:
-        _HOOKS.outside = own, stored
-    _HOOKS.in_use.append(ours)
-    return ours, own, stored
-
-
-def _exchange_numpy_back(ours: Any, own: Any, stored: Any) -> None:
-    is_innermost = _HOOKS.in_use[-1] is ours
-    _HOOKS.in_use.remove(ours)
-    if not is_innermost:
-        return  # NumPy has one stream for all threads: the block that another thread began later puts it back
-    if not _HOOKS.in_use:
-        own, stored = _HOOKS.outside  # what was there when this block began may be the stream of one that has ended
-    _NUMPY.set_bit_generator(own)
-    if _STORED_NORMAL is None:
-        _set_numpy(stored)
-    else:
-        _STORED_NORMAL.raw = stored
-
-
 def numpy_state() -> Any:
     """Return the state of NumPy's global stream."""
     return np.random.get_state(legacy=False)
@@ -338,23 +258,27 @@ def _set_numpy(state: Any) -> None:
         _NUMPY.get_bit_generator().state = state
 
 
-def _numpy_position() -> Any:
-    """Return where NumPy is, and its store: of a Mersenne twister as bytes, in 1 µs and not 70, else the state."""
+def _numpy_position() -> tuple[Any, bytes, bytes]:
+    """Return NumPy's stream, its state, of a Mersenne twister as it lies in memory, and what it has in store."""
     stream = _NUMPY.get_bit_generator()
-    if _STORED_NORMAL is None or type(stream) is not np.random.MT19937:
-        return numpy_state()
+    stored = b"" if _STORED_NORMAL is None else _STORED_NORMAL.raw
+    if not stored or type(stream) is not np.random.MT19937:
+        return stream, pickle.dumps(numpy_state()), stored
     with stream.lock:
-        return ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES), _STORED_NORMAL.raw
+        return stream, ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES), stored
 
 
-def _set_numpy_position(position: Any) -> None:
-    """Set the stream that NumPy's global functions draw from now, which is of the same kind."""
-    if not isinstance(position, tuple):
-        _set_numpy(position)
-        return
-    stream = _NUMPY.get_bit_generator()
-    with stream.lock:
-        (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw, _STORED_NORMAL.raw = position
+def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
+    """Have NumPy's global functions draw from this stream again, from where it was."""
+    if _NUMPY.get_bit_generator() is not stream:
+        _NUMPY.set_bit_generator(stream)
+    if not stored or type(stream) is not np.random.MT19937:
+        _set_numpy(pickle.loads(state))
+    else:
+        with stream.lock:
+            (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = state
+    if stored:
+        _STORED_NORMAL.raw = stored
 
 
 # -- generators ----------------------------------------------------------------------------------------------------
@@ -382,9 +306,34 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _positions() -> dict[str, Any]:
-    """Return where the streams of torch, Python and every CUDA device in use are; to ask begins to use none."""
-    found = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    """Return where the streams of torch, Python, NumPy and every CUDA device in use are; to ask begins to use none."""
+    found = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "NumPy": _numpy_position()}
     return found | {f"cuda:{index}": state for index, state in enumerate(cuda_states() or ())}
+
+
+def _set_position(name: str, state: Any) -> None:
+    if name == "NumPy":
+        _set_numpy_position(*state)
+    elif name == "python":
+        random.setstate(state)
+    else:
+        _generator(name).set_state(state)
+
+
+def _seed(name: str, seed: int) -> None:
+    if name == "NumPy":
+        if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # which alone can be seeded again
+            _NUMPY.set_bit_generator(np.random.MT19937())
+        np.random.seed(seed % 2**32)
+    elif name == "python":
+        random.seed(seed)
+    else:
+        _generator(name).manual_seed(seed)
+
+
+def _generator(name: str) -> torch.Generator:
+    """Return the generator of the CPU or of a CUDA device."""
+    return torch.default_generator if name == "torch" else torch.cuda.default_generators[int(name[len("cuda:") :])]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -29,6 +29,7 @@ from hookline.errors import GuardError
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.guard.walk import BATCH, RunWalk, StateChange
+from hookline.messages import listed
 from hookline.sites import _torch
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
@@ -701,7 +702,7 @@ class Snapshot:
                 part.restore_versions(advance=not versions)
         if self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
-            self._random.restore(own=False)
+            self._random.restore()
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         return changes, lost
 
@@ -739,15 +740,10 @@ class Snapshot:
                         handle.remove(quiet=True)
 
 
-def first_names(names: Sequence[str]) -> str:
-    """Return the first five of ``names`` for a message, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def raise_if_lost(who: str, lost: Mapping[str, str]) -> None:
     """Raise a `GuardError` about what ``who`` has changed and could not be put back, by name, and why."""
     if lost:
-        shown = first_names([f"{name} ({reason})" for name, reason in lost.items()])
+        shown = listed([f"{name} ({reason})" for name, reason in lost.items()])
         raise GuardError(
             f"{who} has changed what cannot be put back: {shown}; all else was. The run cannot continue as if nothing "
             "had happened. Next: do that to a copy."

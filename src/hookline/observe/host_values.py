@@ -19,14 +19,7 @@ from hookline.sites import _torch
 
 def fetch(tensors: Iterable[Tensor]) -> list[list[Any]]:
     """Return the numbers of each tensor, flat, by one transfer for all that share a device and a dtype."""
-    given = list(tensors)
-    found: list[list[Any]] = [[] for _ in given]
-    for members in _grouped(given, range(len(given))):
-        numbers, start = torch.cat([given[index].reshape(-1) for index in members]).tolist(), 0
-        for index in members:
-            end = start + given[index].numel()
-            found[index], start = numbers[start:end], end
-    return found
+    return [tensor.reshape(-1).tolist() for tensor in on_host(tensors)]
 
 
 def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -35,7 +28,11 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     Those that are on the host already are returned as they are.
     """
     found = list(tensors)
-    for members in _grouped(found, [index for index, tensor in enumerate(found) if tensor.device.type != "cpu"]):
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(found):
+        if tensor.device.type != "cpu":
+            groups[tensor.device, tensor.dtype].append(index)
+    for members in groups.values():
         flat = torch.cat([found[index].reshape(-1) for index in members]).cpu()
         sizes = [found[index].numel() for index in members]
         for index, part in zip(members, torch.split(flat, sizes), strict=True):
@@ -53,14 +50,6 @@ def sent_to_host(value: Any) -> Any:
         return value
     host = torch.empty_like(value, device="cpu", pin_memory=True, requires_grad=False)
     return host.copy_(value, non_blocking=True)
-
-
-def _grouped(tensors: list[Tensor], positions: Iterable[int]) -> list[list[int]]:
-    """Return the positions, in groups of tensors of one device and dtype."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for index in positions:
-        groups[tensors[index].device, tensors[index].dtype].append(index)
-    return list(groups.values())
 
 
 def countable(value: Any) -> Tensor | None:

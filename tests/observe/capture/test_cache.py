@@ -1,18 +1,13 @@
-"""The cache of a capture: how it prints, what it holds, and its copies."""
+"""The cache of a capture: how it prints, and what it holds."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 
-import pytest
-import torch
 from helpers_capture import X, stack
 
 import hookline as hl
-from hookline.errors import CaptureError
 
 
 def test_the_cache_prints_as_a_table_and_counts_bytes():
@@ -35,30 +30,6 @@ def test_the_cache_prints_as_a_table_and_counts_bytes():
     assert cache.bytes == 80
     assert repr(cache["a"]) == "<Captured 'a', 1 call>"
     assert repr(cache["a"].calls[0]) == "<CapturedCall 'a', step 0, call 0>"
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["copy", "deep", "pickle"],
-)
-def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
-    """Values, gradients, inputs and order; it captures no more."""
-    model = stack()
-    with hl.capture(model, ("*",), inputs=True, grads=True) as cache:
-        model(X).sum().backward()
-        twin = copied({"the": cache})["the"] if copied is copy.deepcopy else copied(cache)
-        model(X)
-    assert twin.names == cache.names
-    for name in twin:
-        (call,), first = twin[name].calls, cache[name].calls[0]
-        assert (call.step, call.call) == (first.step, first.call)
-        for one, other in ((call.output, first.output), (call.inputs[0], first.inputs[0]), (call.grad, first.grad)):
-            assert torch.equal(one, other)
-            assert one is not other
-            assert (one.data_ptr() == other.data_ptr()) == (copied is copy.copy)
-    with pytest.raises(CaptureError, match="closed"):
-        twin.__enter__()
 
 
 def test_neither_cache_nor_hooks_keep_the_model_alive():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -59,10 +61,22 @@ def same(one: Any, other: Any) -> bool:
     return one == other and type(one) is type(other)
 
 
-def test_everything_comes_back(tmp_path):
-    """Names in their order, steps, calls, structures, types and bits; of inputs and gradients too."""
+WAYS = {
+    "file": lambda cache, path: hl.observe.Cache.load(cache.save(path)),
+    "copy": lambda cache, path: copy.copy(cache),
+    "deep": lambda cache, path: copy.deepcopy({"the": cache})["the"],
+    "pickle": lambda cache, path: pickle.loads(pickle.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_comes_back(tmp_path, way):
+    """Names in their order, steps, calls, structures, types and bits; of inputs and gradients too. It captures no more.
+
+    A plain copy has the same memory.
+    """
     cache = captured(inputs=True, grads=True)
-    back = hl.observe.Cache.load(cache.save(tmp_path / "run.cache"))
+    back = WAYS[way](cache, tmp_path / "run.cache")
     assert back.names == cache.names == ("0", "1", "")
     for name in cache:
         for one, other in zip(cache[name].calls, back[name].calls, strict=True):
@@ -72,7 +86,10 @@ def test_everything_comes_back(tmp_path):
             assert same(one.kwargs, other.kwargs)
             assert same(one.grads, other.grads)
             assert not any(tensor.requires_grad for tensor in other.inputs)
-    assert back["0"].calls[0].grad is not None
+    one, other = cache["0"].calls[0].grad, back["0"].calls[0].grad
+    assert (one.data_ptr() == other.data_ptr()) is (way == "copy")
+    with pytest.raises(CaptureError, match="closed"):
+        back.__enter__()
 
 
 def _another(path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import CaptureError
-from hookline.phases import in_phase
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 
@@ -116,30 +115,3 @@ def test_a_part_is_kept_in_memory_of_its_own(index, mode):
     kept = cache["0"].output["hidden"]
     assert torch.equal(kept, expected)
     assert kept.untyped_storage().nbytes() == kept.numel() * 4
-
-
-# -- what is not kept ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"inputs": True, "grads": True}])
-def test_phases_can_be_left_out(options):
-    """A capture is for every phase of a run, unless ``during`` says which; the forward counts, not the backward."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    everything, some = hl.capture(model, "0", **options), hl.capture(model, "0", during=("eval", "train"), **options)
-    with everything, some:
-        with in_phase("intervention"):
-            model(X)
-            assert len(some) == 0
-            with pytest.raises(
-                CaptureError, match="called in phase 'intervention' of the run, and during= asks for: ev"
-            ):
-                some["0"].output
-        with in_phase("eval"):
-            loss = model(X * 2).sum()
-        with in_phase("intervention"):
-            loss.backward()
-    assert len(everything["0"].calls) == 2
-    assert torch.equal(some["0"].output, model(X * 2))
-    if options:
-        assert torch.equal(some["0"].grad, torch.ones(2, 4, 3))
-        assert torch.equal(everything["0"].calls[1].grad, torch.ones(2, 4, 3))

@@ -84,15 +84,3 @@ def test_calls_of_all_forwards_count_by_their_size():
     with hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
         model(inputs[0])
     torch.testing.assert_close(after["layers.0"].output, torch.cat(rows).mean(0).expand(2, 3, 4))
-
-
-def test_a_cache_of_inputs_and_outputs_asks_which_are_meant():
-    """The forgotten ``on="forward_pre"`` would put outputs back where inputs were meant."""
-    model, x, _ = _runs()
-    with hl.capture(model, "layers.1", inputs=True) as cache:
-        model(x)
-    with pytest.raises(hl.errors.OptionError, match="say which"):
-        hl.patch(model, {"layers.1": hl.edits.swap(cache)})
-    for kind in ("forward", "forward_pre"):
-        with hl.patch(model, {"layers.1": hl.edits.swap(cache)}, on=kind):
-            model(x)

@@ -41,21 +41,6 @@ def test_a_block_is_patched_with_another_run(name, on):
         assert not torch.equal(model(corrupted).logits, expected)
 
 
-@pytest.mark.parametrize("part", ["attn", "mlp"])
-def test_a_part_of_a_block_that_returns_a_tuple_is_ablated(part):
-    """Ablating what attention adds is leaving it out."""
-    model, ids, block = _made("gpt2")
-    with (
-        torch.no_grad(),
-        hl.patch(model, {f"{block}.{part}": hl.edits.ablate()}),
-        hl.capture(model, [f"{block}.attn", f"{block}.mlp"]) as cache,
-    ):
-        model(ids)
-    assert not torch.is_tensor(cache[f"{block}.attn"].output)
-    edited = cache[f"{block}.{part}"].output
-    assert not (edited[0] if part == "attn" else edited).any()
-
-
 def test_the_logits_of_a_model_output_are_edited():
     """The loss beside them is not: it is one number."""
     model, ids, _ = _made("gpt2")

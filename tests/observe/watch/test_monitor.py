@@ -1,11 +1,11 @@
-"""What listens to the steps of a model: several on one model, evaluations before training, a step without an end."""
+"""What listens to the steps of a model: several on one model, evaluations before training, the first bad call."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import find_bad_operations
@@ -113,3 +113,56 @@ def test_one_who_joins_before_the_backward_leaves_it_in_its_step() -> None:
             alarm.step()
             other.remove(quiet=True)
     assert {each.step for each in alarm.troubles} == {1}
+
+
+# -- which was the first ---------------------------------------------------------------------------------------
+
+
+class LogOfNegative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0 - 1).log()
+
+
+class OneDropout(nn.Module):
+    """Calls one dropout before and after the layer that makes NaN."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.drop, self.middle = nn.Linear(4, 4), nn.Dropout(0.1), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.middle(self.drop(self.first(x))))
+
+
+def test_the_order_is_of_each_micro_batch() -> None:
+    """In the first micro-batch the dropout is bad already in its first call; in the second one it is not."""
+    model = OneDropout(LogOfNegative())
+    with hl.observe.alarm(model, on="forward") as alarm:
+        model(torch.full((2, 4), float("nan")))
+        model(torch.randn(2, 4))
+        alarm.step()
+    assert [trouble.place for trouble in alarm.troubles] == ["first/forward", "middle/forward"]
+
+
+class OnceInfinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() / 0
+
+
+class ZeroTimes(nn.Module):
+    """Called before and after; makes NaN of infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> None:
+    model = OneDropout(OnceInfinite())
+    model.drop = ZeroTimes()  # type: ignore[assignment]
+    with hl.observe.alarm(model, on="forward") as alarm:
+        model(torch.randn(2, 4))
+        alarm.step()
+    assert [(each.what, each.place) for each in alarm.troubles] == [
+        ("Inf", "middle/forward"),
+        ("NaN", "drop/forward"),
+    ]

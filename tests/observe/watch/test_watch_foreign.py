@@ -132,18 +132,3 @@ def test_hooks_that_come_on_as_a_step_begins_see_the_backward_pass_of_that_step(
     fired = watch.report()["fired"]
     places = [f"{whole}forward", f"{whole}backward", "head/backward", "head.weight/param_grad"]
     assert [fired[place] for place in places] == [3] * 4
-
-
-def test_a_resumed_watch_keeps_what_it_counted() -> None:
-    """It knows that there was training: an evaluation first thing does not have it forget."""
-    model, optimizer = make()
-    watch = hl.watch(model, "head", on="forward")
-    foreign_loop(model, optimizer, model)
-    state = watch.state_dict()
-    watch.remove()
-    again = hl.watch(model, "head", on="forward")
-    again.load_state_dict(state)
-    foreign_loop(model, optimizer, model, steps=2)
-    assert again.report()["fired"]["head/forward"] == 8
-    assert again.report()["left_out"] == 12
-    again.remove()

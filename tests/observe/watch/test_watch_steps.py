@@ -190,6 +190,9 @@ def _made(how: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, hl.obs
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train, with an evaluation before, which is left out where it is known that there was training."""
+    with torch.no_grad():
+        model(batch(99))
     for step in steps:
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
@@ -214,6 +217,7 @@ def test_a_watch_goes_on_from_its_state(name: str) -> None:
         assert (resumed.steps_since_look == looked) is is_loaded
         _steps(model, optimizer, range(5, 11))
         assert (resumed.to_metrics() == whole.to_metrics()) is is_loaded
+        assert resumed.report()["left_out"] == whole.report()["left_out"] or not is_loaded
         assert (resumed.steps == whole.steps) is is_loaded
         resumed.remove()
     whole.remove()

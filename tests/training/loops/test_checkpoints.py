@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_version_is_named_with_what_to_do(tmp_path):
     data = newest.read_bytes()
     newest.write_bytes(data[:-5] + b"2" + data[-4:])
     before = names(tmp_path)
-    with pytest.raises(ResumeError, match=r"version 2.*version 3.*Next: continue with"):
+    with pytest.raises(ResumeError, match=r"version 2.*version 4.*Next: continue with"):
         hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
     assert [name for name in names(tmp_path) if name not in before] == []
     assert module.is_checkpoint(newest)

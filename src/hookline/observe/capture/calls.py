@@ -29,7 +29,6 @@ from hookline.messages import type_name
 from hookline.observe.heat_map import heat_maps_of
 from hookline.observe.host_values import sent_to_host
 from hookline.observe.index import GIVE_ROWS, TokenAxes, index_text
-from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
 from hookline.tables import THE_MODEL, line
@@ -371,7 +370,7 @@ class Captured:
 
 _Key: TypeAlias = tuple[str, int, int]
 """Name, step, and number of the call among those that gradients can come to, as gradient hooks count."""
-_NO_NUMBERS: Final = (
+NO_NUMBERS: Final = (
     "its calls were inside of a transform (torch.vmap, torch.func.grad) or of torch.export, where tensors have no "
     "numbers of their own that could be kept; run the model outside of it"
 )
@@ -400,7 +399,6 @@ class CaptureRecorder:
     store: ValueStore
     takes_inputs: bool = False
     takes_grads: bool = False
-    during: Phases = ALL_PHASES
     axes: TokenAxes | None = None
     scope: int | None = None
     """The number of the context whose calls are kept; None for those of the whole process."""
@@ -410,8 +408,8 @@ class CaptureRecorder:
     """Whether there is a ``with`` block for `CaptureStopped` to leave."""
     calls: dict[str, list[CapturedCall]] = field(default_factory=dict)
     """The calls that have ended, by the names of the modules; shared by all threads."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """For each module of which a call was not kept, why."""
+    left_out: set[str] = field(default_factory=set)
+    """The modules of which a call was not kept, as it had no numbers."""
     _seen: set[str] = field(default_factory=set)
     """The modules that were called, of those that a stop waits for."""
     _open: _OpenCalls = field(default_factory=_OpenCalls)
@@ -494,14 +492,7 @@ class CaptureRecorder:
 
     def _new_call(self, entry: HookAtSite) -> CapturedCall:
         moment = entry.counter.moment(entry)
-        call = CapturedCall(entry.name, *moment, [] if self.takes_grads else None, self.store.wait_for_copies)
-        if self.during != ALL_PHASES:
-            # What a loop says that the run is doing, or else what the model's mode and gradients tell.
-            now = known_phase() or ("train" if all(entry.counter.mode()) else "eval")
-            if now not in self.during:
-                wanted = ", ".join(sorted(self.during))
-                self._leave_out(call, f"it was called in phase {now!r} of the run, and during= asks for: {wanted}")
-        return call
+        return CapturedCall(entry.name, *moment, [] if self.takes_grads else None, self.store.wait_for_copies)
 
     def _opened(self, entry: HookAtSite, module: nn.Module) -> CapturedCall | None:
         """Return the call that ends now; None if it began before the capture."""
@@ -540,11 +531,8 @@ class CaptureRecorder:
         try:
             call.values[key] = self.store.keep(value, side, call.name)
         except NoNumbers:
-            self._leave_out(call, _NO_NUMBERS)
-
-    def _leave_out(self, call: CapturedCall, why: str) -> None:
-        call.is_left_out = True
-        self.left_out[call.name] = why
+            call.is_left_out = True
+            self.left_out.add(call.name)
 
     def _stop_after(self, name: str) -> None:
         """End the forward if this was the last module that it waits for."""

@@ -20,9 +20,16 @@ from torch import Tensor, nn
 from hookline import checkpoint_file
 from hookline.errors import CaptureError, CheckpointError, NoMatchError, OptionError, ResumeError
 from hookline.messages import counted, nearest_names, size_text
-from hookline.observe.capture.calls import Captured, CapturedCall, CaptureRecorder, CaptureStopped, ValueStore, bytes_of
+from hookline.observe.capture.calls import (
+    NO_NUMBERS,
+    Captured,
+    CapturedCall,
+    CaptureRecorder,
+    CaptureStopped,
+    ValueStore,
+    bytes_of,
+)
 from hookline.observe.index import TokenAxes, parse_index
-from hookline.phases import PHASES, validate_phases
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, close_context, open_context
@@ -36,7 +43,7 @@ from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
 from hookline.tree import main_of, tensors_of, to_builtins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from hookline.hook_types import Scope, Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
@@ -315,7 +322,6 @@ def capture(
     stop: bool = False,
     exclude: Target = None,
     scope: Scope = "context",
-    during: str | Iterable[str] = PHASES,
     strict: bool = True,
 ) -> Cache:
     """Keep what modules of a model return, take in, and get back as gradients.
@@ -357,10 +363,6 @@ def capture(
             ends by a ``BaseException``, which passes a model that catches every ``Exception``.
         exclude: Modules to leave out, in the same grammar as ``targets``.
         scope: ``"context"``: capture the calls of this thread, or asyncio task, alone; ``"process"``: all calls.
-        during: The phases to capture: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of them,
-            unlike ``watch``, which goes on for a whole run and counts training alone. The phase of the forward counts;
-            gradients belong to theirs. The loops of hookline set the phase; elsewhere training is a forward that began
-            in training mode with gradients on.
         strict: Raise if nothing matches; with False, warn and return a cache that stays empty.
 
     Raises:
@@ -381,7 +383,7 @@ def capture(
     kept_on = None if device is None else _parse_device(device)
     axes = TokenAxes.checking(model, part) if isinstance(part, tuple) else None
     store = ValueStore(part, detach, kept_as, kept_on, clone)
-    recorder = CaptureRecorder(store, inputs, grads, validate_phases(during), axes)
+    recorder = CaptureRecorder(store, inputs, grads, axes)
     chosen = choose(model, with_role(targets, role, layer=layer), exclude, strict=strict)
     if stop:
         recorder.stops_after = frozenset(name for name, module in chosen if not isinstance(module, _NEVER_CALLED))
@@ -429,7 +431,7 @@ def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
     """Return why nothing was captured."""
     attachment = entry.attachment
     if entry.name in recorder.left_out:
-        return recorder.left_out[entry.name]
+        return NO_NUMBERS
     if entry.counter.step <= entry.step_at_attach and not entry.fired:
         return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
     if entry.fired:

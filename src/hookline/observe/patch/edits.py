@@ -319,13 +319,8 @@ class Edit:
         options = [self.options, "" if self.index is None else f"index={self.index}"]
         return f"{self.word}({', '.join(filter(None, options))})"
 
-    def bound(
-        self, model: nn.Module, chosen: Sequence[Named], *, inputs: bool, is_told: bool = True
-    ) -> dict[str, Edit]:
-        """Return for each of the ``chosen`` modules of ``model``, or for their ``inputs``, the edit that it gets.
-
-        ``is_told``: Whether the user has said that it is for outputs, or for inputs.
-        """
+    def bound(self, model: nn.Module, chosen: Sequence[Named], *, inputs: bool) -> dict[str, Edit]:
+        """Return for each of the ``chosen`` modules of ``model``, or for their ``inputs``, the edit that it gets."""
         wrong = next((name for name, module in chosen if self.by_head and not isinstance(module, AttentionPart)), None)
         if wrong is not None:
             raise OptionError(f"{wrong!r} has no heads: head= is for places inside of attention, such as role='z'.")
@@ -339,7 +334,7 @@ class Edit:
             spellings.get(id(module), []).append(name)
         bound = {}
         for name, module in chosen:
-            found = _tensors_of(self.given[0], spellings[id(module)], inputs=inputs, word=self.word, is_told=is_told)
+            found = _tensors_of(self.given[0], spellings[id(module)], inputs=inputs, word=self.word)
             bound[name] = dataclasses.replace(edit, given=(GivenTensor(self.recorded(found, name)), *self.given[1:]))
         return bound
 
@@ -628,19 +623,12 @@ def _check_cache(cache: Any, word: str) -> None:
         )
 
 
-def _tensors_of(
-    cache: Mapping[str, Any], names: Sequence[str], *, inputs: bool, word: str, is_told: bool
-) -> list[Tensor]:
+def _tensors_of(cache: Mapping[str, Any], names: Sequence[str], *, inputs: bool, word: str) -> list[Tensor]:
     """Return the tensors of a module in the cache, call by call; ``names`` are all that it has, its own first."""
     name = next((name for name in names if name in cache), None)
     if name is None:
         raise _not_there(cache, names[0], word)
     record = cache[name]
-    if not is_told and any("inputs" in getattr(call, "values", ()) for call in getattr(record, "calls", ())):
-        raise OptionError(
-            f"The cache has inputs and outputs of {name!r}: say which {word}() is for, on='forward_pre' or "
-            "on='forward'."
-        )
     tensors = [_tensor_of(call, inputs=inputs) for call in getattr(record, "calls", (record,))]
     found = [as_tensor(tensor, word) for tensor in tensors if tensor is not None]
     if len(found) < len(tensors) or not found:

@@ -92,8 +92,7 @@ def patch(
             ``{"role:attn": ablate()}``.
         layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
         on: ``"forward"``, if left out, edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional
-            arguments, else ``hidden_states``, else that of the keyword arguments. A swap from a cache that has inputs
-            too has to say which.
+            arguments, else ``hidden_states``, else that of the keyword arguments.
         index: The part of the activation to edit, as between the brackets of a tensor (``(slice(None), -1)`` is the
             last position), for edits that have none of their own. The rest stays as it is.
         exclude: Modules to leave out.
@@ -123,7 +122,7 @@ def patch(
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
             whole = edit if edit.index is not None else dataclasses.replace(edit, index=part)
-            placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs, is_told=on is not None)))
+            placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs)))
     found = Patch()
     try:
         for edit, chosen, bound in placed:

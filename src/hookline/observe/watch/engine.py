@@ -330,8 +330,6 @@ class StatsEngine:
         self._last: tuple[Callable[[], Tensor | None], int, list[float]] = (lambda: None, 0, [])
         """The last tensor on the CPU, its version, and its row."""
         self.places: dict[tuple[str, str], WatchedPlace] = {}
-        self.limit: int | None = None
-        """How many bytes of tensors on a GPU may wait to be reduced; None for a share of its memory."""
         self.device_rows: dict[torch.device, DeviceRows] = {}
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, PendingTensors] = {}
@@ -455,7 +453,7 @@ class StatsEngine:
     def _pending_on(self, device: torch.device) -> PendingTensors:
         found = self._pending.get(device)
         if found is None:
-            made = PendingTensors(partial(self._take_notes, device), device, limit=self.limit)
+            made = PendingTensors(partial(self._take_notes, device), device)
             # In one step: what another thread notes in one that is replaced here would never be asked for.
             found = self._pending.setdefault(device, made)
         return found

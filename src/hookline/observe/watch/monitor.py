@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.messages import listed
 from hookline.observe.host_values import sent_to_host
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import BAD, FIRES
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import WatchedPlace
 
-_NAMED: Final = 3
+NAMED: Final = 3
+"""How many places that may have been the first are named beside the one that is."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,14 +76,7 @@ class FirstCalls(NamedTuple):
     def first(self) -> str:
         """The place that is named, and in words which others may have been the first; empty if there is none."""
         named = self.places[0].label if self.places else ""
-        return f"{named}, the first among it and {name_doubts(self.doubts)}" if self.doubts else named
-
-
-def name_doubts(doubts: tuple[str, ...]) -> str:
-    """Return the other places that may have been the first, in words."""
-    more = len(doubts) - _NAMED
-    named = ", ".join(map(repr, doubts[:_NAMED]))
-    return f"{named} and {more} more" if more > 0 else named
+        return f"{named}, the first among it and {listed(self.doubts, NAMED)}" if self.doubts else named
 
 
 # -- the monitor -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hookline.distributed.ranks import is_distributed, rank_count, rank_names, t
 from hookline.distributed.reduce import Exchange, Holding, NamedPart, Reduced, SameIfEqual
 from hookline.distributed.shards import activation_shard, parameter_shard, tensor_parallel_ranks
 from hookline.errors import RankError
+from hookline.messages import listed
 from hookline.observe.watch.engine import BY_UNIT, AliveUnits, ExponentBins
 from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
 from hookline.sites.targets import select
@@ -147,7 +148,9 @@ class RankStats:
             ours, theirs = places[low], places[high]
             if 2 * len(ours & theirs) > min(len(ours), len(theirs)):
                 lacks = [(low, theirs - ours), (high, ours - theirs)]
-                told = "; ".join(f"{rank_names([rank])} has no {_some(names)}" for rank, names in lacks if names)
+                told = "; ".join(
+                    f"{rank_names([rank])} has no {listed(sorted(names), 3)}" for rank, names in lacks if names
+                )
                 raise RankError(
                     f"Ranks do not watch the same places: {told}. Build the same model on every rank; stages of a "
                     f"pipeline need names of their own, as in the whole model.",
@@ -237,9 +240,3 @@ def _containers(labels: Iterable[str]) -> list[str]:
 def _names(model: nn.Module, target: Target) -> set[str]:
     """Return the names of the modules that a target selects."""
     return set() if target is None else {name for name, _ in select(model, target)}
-
-
-def _some(labels: set[str]) -> str:
-    shown = sorted(labels)
-    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return ", ".join(map(repr, shown[:3])) + more

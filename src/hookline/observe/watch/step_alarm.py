@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
-from hookline.messages import counted, short_repr
+from hookline.messages import counted, listed, short_repr
 from hookline.observe.watch.hooks import LOCAL_GRADIENT
-from hookline.observe.watch.monitor import PlaceRow, RowPart, StepListener, listen, name_doubts
+from hookline.observe.watch.monitor import NAMED, PlaceRow, RowPart, StepListener, listen
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
 from hookline.phases import phase
 from hookline.sites.handle import HandleSet
@@ -76,7 +76,7 @@ class Trouble:
         batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
         is_spike = self.what == "spike"
         told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if is_spike else f"{int(self.value)} numbers"
-        doubt = f", the first among it and {name_doubts(self.doubts)}" if self.doubts else ""
+        doubt = f", the first among it and {listed(self.doubts, NAMED)}" if self.doubts else ""
         others = self.places - 1 - len(self.doubts)
         more = f", and {counted(others, 'place')} after it" if others > 0 else ""
         return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{doubt}{more}"
