@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import hookline as hl
 COUNTING = {
     "relu": (hl.metta.ReLUActivationState, "activations/relu/{}/{}"),
     "tanh": (
-        lambda **options: hl.metta.SaturatedActivationState("tanh", **options),
+        lambda: hl.metta.SaturatedActivationState("tanh"),
         "activations/tanh/saturated_fraction/{}/{}",
     ),
     "relu gradient": (hl.metta.ReLUGradientFlowState, "gradient_flow/relu/{}/{}"),
@@ -46,38 +45,21 @@ def marked(*shape: int, at: tuple[int, ...] | None = None, dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize(
-    ("shape", "at", "options", "expected"),
+    ("shape", "at", "expected"),
     [
-        ((3,), (1,), {}, [0, 1, 0]),
-        ((2, 3), (0, 1), {}, [0, 1 / 2, 0]),
-        ((2, 5, 3), (0, 4, 1), {}, [0, 1 / 10, 0]),
-        ((2, 3, 4, 5), (1, 2, 3, 4), {}, [0, 0, 1 / 40]),
-        ((2, 3, 1, 4, 5), (1, 2, 0, 3, 4), {}, [0, 0, 1 / 40]),
-        ((2, 3, 5), (0, 1, 4), {"unit_dim": 1}, [0, 1 / 10, 0]),
-        ((2, 4, 5, 3), (0, 0, 0, 1), {"unit_dim": -1}, [0, 1 / 40, 0]),
-        ((3, 7), (1, 0), {"unit_dim": 0}, [0, 1 / 7, 0]),
-        ((3,), (1,), {"unit_dim": 1}, [0, 1, 0]),
+        ((3,), (1,), [0, 1, 0]),
+        ((2, 3), (0, 1), [0, 1 / 2, 0]),
+        ((2, 5, 3), (0, 4, 1), [0, 1 / 10, 0]),
+        ((2, 3, 4, 5), (1, 2, 3, 4), [0, 0, 1 / 40]),
+        ((2, 3, 1, 4, 5), (1, 2, 0, 3, 4), [0, 0, 1 / 40]),
     ],
 )
-def test_units_are_channels(counting, shape, at, options, expected):
-    """The last of (F), (B, F), (B, T, F), the second of (N, C, …) from four dimensions on, or the one asked for."""
+def test_units_are_channels(counting, shape, at, expected):
+    """The last of (F), (B, F), (B, T, F), the second of (N, C, …) from four dimensions on."""
     make, key = counting
-    state = make(**options)
+    state = make()
     state.update("c", marked(*shape, at=at))
     assert units(state, key) == pytest.approx(expected)
-
-
-def test_a_dimension_that_is_not_there_is_warned_of_once(counting):
-    """unit_dim=3 and a tensor of two dimensions: passed over, with one warning that names both."""
-    make, _ = counting
-    state = make(unit_dim=3)
-    with pytest.warns(hl.HooklineWarning, match=r"'c': unit_dim=3, but its tensor has the shape \(2, 3\)") as told:
-        state.update("c", marked(2, 3))
-    assert told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state.update("c", marked(2, 3))
-    assert state.to_metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -123,12 +105,12 @@ def test_no_count_is_lost_between_threads():
     inside, met = [], []
 
     class Slow(hl.metta.ReLUActivationState):
-        def _is_hit(self, tensor, options):
+        def _is_hit(self, tensor):
             inside.append(threading.get_ident())
             time.sleep(0.001)  # let the others come
             met.append(len(inside))
             inside.remove(threading.get_ident())
-            return super()._is_hit(tensor, options)
+            return super()._is_hit(tensor)
 
     state = Slow()
     in_threads(lambda _: [state.update("c", torch.tensor([1.0, 0.0])) for _ in range(20)], 4)
@@ -146,7 +128,7 @@ def test_options_outside_of_0_to_1_are_refused(value):
     with pytest.raises(hl.errors.OptionError, match="saturation_threshold="):
         hl.metta.attach_saturated_activation_hooks(saturation_threshold=value)
     with pytest.raises(hl.errors.OptionError, match="sigmoid"):
-        hl.metta.SaturatedActivationState("sigmoid").register_component("c", saturation_threshold=0.5)
+        hl.metta.SaturatedActivationState("sigmoid", saturation_threshold=0.5)
     with pytest.raises(hl.errors.OptionError, match="threshold="):
         hl.metta.compute_dead_neuron_stats(nn.Linear(1, 1), -1.0)
 
