@@ -21,7 +21,6 @@ from hookline.debug.compare.trace import bytes_of_budget, rows_of
 from hookline.debug.compare.trace_files import TraceWriter
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import Stage, only_in_stage
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.tree import leaves
@@ -40,7 +39,6 @@ class TraceOptions:
     tensors: Any = False
     budget: Any = "1GB"
     requests: tuple[str, ...] | None = None
-    phase: Stage = "both"
     every: int = 1
 
 
@@ -67,14 +65,14 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
 
     Args:
         config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``: as
-            in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``phase``:
-            ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take each n-th forward.
+            in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``every``:
+            take each n-th forward.
     """
     options = read_options("trace_outputs", TraceOptions, config)
     budget = bytes_of_budget(options.budget)
     head = {"kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
     recorder = TraceRecorder(TraceWriter(options.folder, this_rank(), head), options.tensors, budget)
-    return only_in_stage(TraceOutputs, options.phase)(recorder, options)
+    return TraceOutputs(recorder, options)
 
 
 class _ForwardClock:
