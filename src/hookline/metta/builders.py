@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +59,6 @@ class ComponentContext:
 
     def __repr__(self) -> str:
         return f"<ComponentContext with {', '.join(self.model_metrics) or 'nothing yet'}>"
-
-
-@runtime_checkable
-class AttachesItself(Protocol):
-    """A hook that attaches itself elsewhere than to the component's own call."""
-
-    def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
-        """Attach it to ``module``, a part of ``model``; the handle removes it."""
 
 
 class PolicyAutoBuilder(nn.Module):
@@ -144,8 +136,8 @@ class PolicyAutoBuilder(nn.Module):
     ) -> RemovableHandle:
         """Call ``hook(module, grad_input, grad_output)`` when a backward pass has come through a component.
 
-        By then its parameters have their gradients, also in a first layer; what the hook returns is ignored. A hook
-        that has ``attach_to(model, module)`` attaches itself by that.
+        By then its parameters have their gradients, also in a first layer; what the hook returns is ignored. A
+        `ParameterFeeder` attaches itself to the parameters.
 
         Raises:
             NoMatchError: (a KeyError) if there is no such component.
@@ -159,7 +151,7 @@ class PolicyAutoBuilder(nn.Module):
             hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise NoMatchError(f"Component '{name}' not found in policy.{hint}")
         root = self._root()
-        if kind == "backward" and isinstance(hook, AttachesItself):
+        if isinstance(hook, ParameterFeeder) and kind == "backward":
             return hook.attach_to(root, module)
         return attach(root, module, hook, on=kind, observe=True, name=f"{hook_name(hook)} of {name!r}")
 
