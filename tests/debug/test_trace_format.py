@@ -293,7 +293,7 @@ def notes_of(folder: Any, model: nn.Module, **options: Any) -> tuple[tuple[str, 
 def test_what_a_trace_leaves_out_is_in_its_notes(tmp_path):
     """Sparse outputs and a spent budget; nothing of a whole trace."""
     notes, told = notes_of(tmp_path / "sparse", nn.Sequential(nn.Linear(4, 4), Sparse()), kinds="output")
-    assert any("1 output 1: a sparse tensor (torch.sparse_coo) was left out" in each for each in notes)
+    assert any("1 output 1: a tensor of torch.sparse_coo on cpu without numbers" in each for each in notes)
     assert len(told) == len(notes) == 2
     notes, _ = notes_of(tmp_path / "budget", nn.Linear(4, 4), kinds="output", budget=300)
     assert "is spent" in notes[0]
