@@ -117,8 +117,7 @@ def adam() -> Run:
 @cache
 def counterfactual(strategy: str) -> Run:
     """The first epochs trained again in other orders."""
-    config = {"counterfactual": {"per_parameter": False}}
-    return train(addition(strategy), ["counterfactual"], config, epochs=16, eval_every=0, snapshot_every=0)
+    return train(addition(strategy), ["counterfactual"], {}, epochs=16, eval_every=0, snapshot_every=0)
 
 
 @cache

@@ -17,8 +17,7 @@ import hookline as hl
 from hookline.debug import FusedRule, packed_rows, padded_rows
 from hookline.debug.compare.compare import compare
 from hookline.debug.compare.key import MeshPlacement, Value, ValueKey
-from hookline.debug.compare.unshard import unshard
-from hookline.debug.compare.values import Run
+from hookline.debug.compare.values import Run, unshard
 from hookline.errors import CompareError, OptionError
 
 

@@ -115,26 +115,6 @@ def test_rows_are_those_of_the_batch_and_never_of_parameters(tmp_path: Path) -> 
     assert all(not value.is_by_rows for value in found.values if value.kind == "parameter")
 
 
-def test_warnings_of_a_trace_are_for_the_line_that_ends_it(tmp_path: Path) -> None:
-    """Not for the finalizer in the standard library that closes the files; at the end of a block as well."""
-
-    model = nn.Identity()
-
-    def by_hand(folder: Path) -> None:
-        running = hl.trace(model, to=folder, kinds="output", tensors=["nothing"])
-        model(torch.ones(2))
-        running.remove()
-
-    def by_block(folder: Path) -> None:
-        with hl.trace(model, to=folder, kinds="output", tensors=["nothing"]):
-            model(torch.ones(2))
-
-    for end in (by_hand, by_block):
-        with pytest.warns(hl.HooklineWarning, match="nothing") as told:
-            end(tmp_path / end.__name__)
-        assert {Path(each.filename).name for each in told} == {"test_compare_traces.py"}
-
-
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs that are the same but for one site, as safetensors files in the current folder."""

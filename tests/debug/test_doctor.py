@@ -86,25 +86,6 @@ def test_hooks_of_the_process_are_listed_too() -> None:
     assert doctor(model).hooks == []
 
 
-def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -> None:
-    """Buffers and random numbers too; what the forward raises is said."""
-    model = Net().train()
-    x = torch.randn(2, 3, 4)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    stream = torch.get_rng_state()
-    found = doctor(model, x)
-    assert torch.equal(torch.get_rng_state(), stream)
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    hl.assert_no_hooks(model, foreign=True)
-    silent = {site.name: site for site in found.silent}
-    assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers", "unused"}
-    assert not silent["unused"].is_certain
-    wrong = doctor(model, {"x": torch.randn(2, 3, 5)})
-    assert wrong.error
-    assert any("the sample forward raised" in problem for problem in wrong.problems)
-    assert doctor(model, (x,)).error == doctor(model, {"x": x}).error == ""
-
-
 def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
     """So is one that sits twice."""
     model = Net()
@@ -139,7 +120,7 @@ def test_code_that_was_compiled_without_guards_is_named() -> None:
 
 
 def test_the_command_prints_and_exits_by_the_problems(tmp_path, capsys, monkeypatch) -> None:
-    """As text and as JSON, with and without sample inputs."""
+    """As text and as JSON."""
     (tmp_path / "doctored.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -149,11 +130,10 @@ def test_the_command_prints_and_exits_by_the_problems(tmp_path, capsys, monkeypa
         "    made = model()\n"
         "    made.self_attn.out_proj.register_forward_hook(print)\n"
         "    return made\n"
-        "sample = (torch.ones(1, 3, 4),)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["doctor", "doctored.py:model", "--inputs", "doctored.py:sample"]) == 0
+    assert main(["doctor", "doctored.py:model"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("TransformerEncoderLayer: 0 hooks; no problems")
     assert "self_attn.out_proj" in text

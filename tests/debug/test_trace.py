@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.compare.recorder import TraceRecorder
-from hookline.debug.compare.served import trace_outputs
-from hookline.debug.compare.trace import trace
+from hookline.debug.compare.trace import trace, trace_outputs
 from hookline.factories import Tokens, serving
 
 

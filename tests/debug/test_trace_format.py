@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import warnings
@@ -92,17 +91,6 @@ def test_hashes_keep_all_bits_in_a_batch_with_small_and_large_ones(tmp_path):
     writer.add_records(records, np.zeros((4, 7)), np.array(hashes, np.uint64), [])
     writer.close()
     assert [each.fingerprint.hash for each in read_trace(tmp_path).records] == hashes
-
-
-def test_a_copy_of_a_rank_beside_it_is_passed_over(tmp_path):
-    """Folders whose names do not end in a number are not of the trace."""
-    writer = TraceWriter(tmp_path, 0, HEAD)
-    batch_of(writer, ["a"])
-    writer.close()
-    for name in ("rank_0 copy", "rank_x"):
-        shutil.copytree(tmp_path / "rank_0", tmp_path / name)
-    folder = read_trace(tmp_path)
-    assert (folder.ranks, len(folder), folder.problems) == ((0,), 1, ())
 
 
 def test_damage_is_told_and_the_rest_is_read(tmp_path):
@@ -293,7 +281,7 @@ def notes_of(folder: Any, model: nn.Module, **options: Any) -> tuple[tuple[str, 
 def test_what_a_trace_leaves_out_is_in_its_notes(tmp_path):
     """Sparse outputs and a spent budget; nothing of a whole trace."""
     notes, told = notes_of(tmp_path / "sparse", nn.Sequential(nn.Linear(4, 4), Sparse()), kinds="output")
-    assert any("1 output 1: a sparse tensor (torch.sparse_coo) was left out" in each for each in notes)
+    assert any("1 output 1: a tensor of torch.sparse_coo on cpu without numbers" in each for each in notes)
     assert len(told) == len(notes) == 2
     notes, _ = notes_of(tmp_path / "budget", nn.Linear(4, 4), kinds="output", budget=300)
     assert "is spent" in notes[0]

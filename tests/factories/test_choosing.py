@@ -11,7 +11,7 @@ from helpers_factories import Batch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import Tokens, activation_stats, export, read_export, serving, steer
+from hookline.factories import Tokens, export, read_export, serving, steer
 
 TWO = Tokens.padded(("exp-1", "other"), ((1, 2, 3), (9,)), (0, 0), "prefill")
 NEXT = Tokens.padded(("exp-1", "other"), ((4,), (8,)), (3, 1), "decode")
@@ -118,23 +118,6 @@ def test_compiled_code_refuses_to_choose() -> None:
     torch._dynamo.reset()
 
 
-def test_statistics_of_one_phase() -> None:
-    """Prefill and decode apart; numbers are those of the forwards of that phase."""
-    hooks = {phase: activation_stats({"stats": ["mean"], "phase": phase}) for phase in ("prefill", "decode", "both")}
-    for value, rows in ((1.0, NEXT), (4.0, TWO), (1.0, NEXT)):
-        for hook in hooks.values():
-            with serving(rows):
-                hook(MODULE, (), torch.full((2, rows.width, 4), value))
-    assert {phase: hook.to_metrics()["Identity.0/mean"] for phase, hook in hooks.items()} == {
-        "prefill": 4.0,
-        "decode": 1.0,
-        "both": 2.5,
-    }
-
-
-MODULE = nn.Identity()
-
-
 def test_export_of_one_phase(tmp_path: Path) -> None:
     """Through hookline, with every counting the calls of that phase."""
     model, hook = nn.Sequential(nn.Linear(4, 4)), export({"folder": str(tmp_path), "phase": "decode"})
@@ -147,12 +130,3 @@ def test_export_of_one_phase(tmp_path: Path) -> None:
         ("exp-1", "decode", (3,)),
         ("other", "decode", (1,)),
     ] * 2
-
-
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_stage_of_a_mixed_batch_keeps_its_tokens(as_tensor: bool) -> None:
-    """Whether they are given as a tensor or as numbers."""
-    ids: Any = (7, 8, 9, 3)
-    table = Tokens(("a", "b"), (3, 1), (0, 5), ("prefill", "decode"), ids=torch.tensor(ids) if as_tensor else ids)
-    assert [int(each) for each in table.in_stage("decode").ids] == [3]
-    assert [int(each) for each in table.in_stage("prefill").ids] == [7, 8, 9]

@@ -186,7 +186,7 @@ def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: P
     """Its copy of the hook has no thread, and a lock that nobody gives back; the parent's export goes on."""
     hook, module = export({"folder": str(tmp_path)}), nn.Identity()
     hook(module, (), torch.ones(3))
-    with hook._sink._lock:
+    with hook._queue._lock:
         child = os.fork()
     if not child:
         status = 1

@@ -7,7 +7,6 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 
@@ -96,22 +95,3 @@ def test_a_component_that_never_runs_is_told_of():
     policy(torch.ones(1, 2))
     with pytest.warns(hl.errors.HookNeverFired, match="'idle'"):
         handle.remove()
-
-
-def test_a_hook_that_attaches_itself_is_asked_where():
-    """attach_to(model, module) in place of a backward hook."""
-    asked = []
-
-    class Own:
-        def __call__(self, *args):
-            raise AssertionError("it asked to be elsewhere")
-
-        def attach_to(self, model, module):
-            asked.append((model, module))
-            return hl.HandleSet()
-
-    policy = two()
-    handle = policy.register_component_backward_hook_rule(component_name="head", hook=Own())
-    policy(torch.ones(1, 3)).sum().backward()
-    assert asked == [(policy, policy.head)]
-    assert isinstance(handle, RemovableHandle)

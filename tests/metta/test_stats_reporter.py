@@ -92,25 +92,6 @@ def test_a_sink_that_fails_does_not_keep_the_others_from_theirs(caplog):
     assert context.model_metrics["gradient_flow_state"].to_metrics() == {}
 
 
-def test_a_tracker_that_fails_is_logged_once_and_the_others_go_on(caplog):
-    """Sinks get what the others have counted, and these are reset."""
-
-    class Broken:
-        def to_metrics(self):
-            raise RuntimeError("boom")
-
-        def reset(self):
-            raise AssertionError("it was not read")
-
-    context, sink = full_context(), Noting()
-    context.model_metrics = {"own": Broken(), **context.model_metrics}
-    reporter = hl.metta.StatsReporter(context, sinks=[sink])
-    assert [bool(reporter.on_epoch_end()) for _ in range(2)] == [True, False]
-    assert len(sink.taken) == 2
-    assert caplog.text.count("Broken could not be read at the end of epoch 0") == 1
-    assert caplog.text.count("Traceback") == 1
-
-
 def test_a_sink_that_cannot_be_flushed_hides_neither_the_others_nor_the_error_of_training(caplog):
     """As at a full disk."""
 

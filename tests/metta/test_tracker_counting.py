@@ -4,82 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 
 import pytest
 import torch
 from helpers_threads import in_threads
-from torch import Tensor, nn
+from torch import nn
 
 import hookline as hl
 
 COUNTING = {
-    "relu": (hl.metta.ReLUActivationState, "activations/relu/{}/{}"),
-    "tanh": (
-        lambda **options: hl.metta.SaturatedActivationState("tanh", **options),
-        "activations/tanh/saturated_fraction/{}/{}",
-    ),
-    "relu gradient": (hl.metta.ReLUGradientFlowState, "gradient_flow/relu/{}/{}"),
+    "relu": hl.metta.ReLUActivationState,
+    "tanh": lambda: hl.metta.SaturatedActivationState("tanh"),
+    "relu gradient": hl.metta.ReLUGradientFlowState,
 }
 
 
-@pytest.fixture(params=COUNTING)
-def counting(request):
-    """A kind of tracker, and the name of a unit's metric; a two counts for all of them, a zero for none."""
-    return COUNTING[request.param]
-
-
-def units(state, key: str, component: str = "c") -> list[float]:
-    """The metrics of a component by unit."""
-    metrics, found = state.to_metrics(), []
-    while key.format(component, len(found)) in metrics:
-        found.append(metrics[key.format(component, len(found))])
-    return found
-
-
-def marked(*shape: int, at: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros, and one two."""
-    tensor = torch.zeros(shape, dtype=dtype)
-    if at is not None:
-        tensor[at] = 2
-    return tensor
-
-
-@pytest.mark.parametrize(
-    ("shape", "at", "options", "expected"),
-    [
-        ((3,), (1,), {}, [0, 1, 0]),
-        ((2, 3), (0, 1), {}, [0, 1 / 2, 0]),
-        ((2, 5, 3), (0, 4, 1), {}, [0, 1 / 10, 0]),
-        ((2, 3, 4, 5), (1, 2, 3, 4), {}, [0, 0, 1 / 40]),
-        ((2, 3, 1, 4, 5), (1, 2, 0, 3, 4), {}, [0, 0, 1 / 40]),
-        ((2, 3, 5), (0, 1, 4), {"unit_dim": 1}, [0, 1 / 10, 0]),
-        ((2, 4, 5, 3), (0, 0, 0, 1), {"unit_dim": -1}, [0, 1 / 40, 0]),
-        ((3, 7), (1, 0), {"unit_dim": 0}, [0, 1 / 7, 0]),
-        ((3,), (1,), {"unit_dim": 1}, [0, 1, 0]),
-    ],
-)
-def test_units_are_channels(counting, shape, at, options, expected):
-    """The last of (F), (B, F), (B, T, F), the second of (N, C, …) from four dimensions on, or the one asked for."""
-    make, key = counting
-    state = make(**options)
-    state.update("c", marked(*shape, at=at))
-    assert units(state, key) == pytest.approx(expected)
-
-
-def test_a_dimension_that_is_not_there_is_warned_of_once(counting):
-    """unit_dim=3 and a tensor of two dimensions: passed over, with one warning that names both."""
-    make, _ = counting
-    state = make(unit_dim=3)
-    with pytest.warns(hl.HooklineWarning, match=r"'c': unit_dim=3, but its tensor has the shape \(2, 3\)") as told:
-        state.update("c", marked(2, 3))
-    assert told[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state.update("c", marked(2, 3))
-    assert state.to_metrics() == {}
-
-
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
 @pytest.mark.parametrize(
     "nothing",
     [
@@ -98,11 +38,10 @@ def test_a_dimension_that_is_not_there_is_warned_of_once(counting):
     ],
     ids=["0-d", "no rows", "no width", "empty", "int", "bool", "complex", "sparse", "meta", "None", "text", "tuple"],
 )
-def test_what_cannot_be_counted_changes_nothing(counting, nothing):
+def test_what_cannot_be_counted_changes_nothing(make, nothing):
     """After a real tensor, one that is passed over leaves the metrics as they were."""
-    make, _ = counting
     state = make()
-    state.update("c", marked(2, 3, at=(0, 0)))
+    state.update("c", torch.tensor([[2.0, 0.0, 0.0]]))
     before = state.to_metrics()
     state.update("c", nothing)
     assert state.to_metrics() == before != {}
@@ -123,18 +62,18 @@ def test_no_count_is_lost_between_threads():
     inside, met = [], []
 
     class Slow(hl.metta.ReLUActivationState):
-        def _is_hit(self, tensor, options):
+        def _is_hit(self, tensor):
             inside.append(threading.get_ident())
             time.sleep(0.001)  # let the others come
             met.append(len(inside))
             inside.remove(threading.get_ident())
-            return super()._is_hit(tensor, options)
+            return super()._is_hit(tensor)
 
     state = Slow()
     in_threads(lambda _: [state.update("c", torch.tensor([1.0, 0.0])) for _ in range(20)], 4)
     assert set(met) == {1}
     assert state.counted()["c"]["samples"] == {"2": 80}
-    assert units(state, "activations/relu/{}/{}") == [1.0, 0.0]
+    assert state.to_metrics() == {"activations/relu/c/0": 1.0, "activations/relu/c/1": 0.0}
 
 
 @pytest.mark.parametrize("value", [1, -0.5, float("nan"), "0.9", None, True])
@@ -146,7 +85,7 @@ def test_options_outside_of_0_to_1_are_refused(value):
     with pytest.raises(hl.errors.OptionError, match="saturation_threshold="):
         hl.metta.attach_saturated_activation_hooks(saturation_threshold=value)
     with pytest.raises(hl.errors.OptionError, match="sigmoid"):
-        hl.metta.SaturatedActivationState("sigmoid").register_component("c", saturation_threshold=0.5)
+        hl.metta.SaturatedActivationState("sigmoid", saturation_threshold=0.5)
     with pytest.raises(hl.errors.OptionError, match="threshold="):
         hl.metta.compute_dead_neuron_stats(nn.Linear(1, 1), -1.0)
 

@@ -92,27 +92,3 @@ def test_any_model_is_taken_by_its_dotted_names():
     assert "activations/relu/1/0" in trainer.metrics[0]
     assert not torch.equal(before, model[0].weight)
     hl.assert_no_hooks(model, foreign=True)
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_however_training_ends_the_hooks_come_off_and_sinks_are_flushed(error):
-    """It comes out as it is."""
-
-    class Flushed(hl.sinks.MemorySink):
-        flushes = 0
-
-        def flush(self):
-            self.flushes += 1
-
-    def loss(model, batch):
-        model(batch[0])
-        raise error
-
-    policy, sink = make_policy(), Flushed()
-    tool = hl.metta.TrainTool(policy=policy, data=make_data(), loss=loss, sinks=[sink])
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    with pytest.raises(error):
-        tool.invoke()
-    hl.assert_no_hooks(policy, foreign=True)
-    assert tool._active_policy_hooks == []
-    assert sink.flushes == 1

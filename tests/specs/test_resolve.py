@@ -33,20 +33,23 @@ def project(monkeypatch):
 
 @pytest.mark.parametrize(
     "allow",
-    [["my_project"], "my_project", ["my_project."], ["my_project.*"], ["os", "my_project.hooks"]],
+    [
+        ["my_project"],
+        "my_project",
+        ["my_project."],
+        ["my_project.*"],
+        ["my_project.hooks:factory"],
+        ["os", "my_project.hooks"],
+    ],
 )
 def test_what_is_below_an_allowed_name_resolves(project, allow):
     assert resolve_callable("my_project.hooks:factory", allow) is project.factory
     assert resolve_callable("my_project.hooks.factory", allow) is project.factory
 
 
-def test_one_function_can_be_allowed(project):
-    assert resolve_callable("my_project.hooks:factory", ["my_project.hooks:factory"]) is project.factory
-    with pytest.raises(NotAllowedError):
-        resolve_callable("my_project.hooks:system", ["my_project.hooks:factory"])
-
-
-@pytest.mark.parametrize("allow", [[], ["my_proj"], ["hooks"], ["my_project.hooks.factory.more"], ["my_project_2"]])
+@pytest.mark.parametrize(
+    "allow", [[], ["my_proj"], ["hooks"], ["my_project.hooks.factory.more"], ["my_project.hooks:system"]]
+)
 def test_what_is_not_below_one_is_refused(project, allow):
     with pytest.raises(PermissionError, match=r"'my_project.hooks:factory' is not allowed") as caught:
         resolve_callable("my_project.hooks:factory", allow)
@@ -97,13 +100,6 @@ def test_what_is_no_path_or_no_list_of_allowed_ones_is_refused(project, path, al
     with pytest.raises(ValueError, match=words) as caught:
         resolve_callable(path, allow)
     assert isinstance(caught.value, hl.HooklineError)
-
-
-def test_a_module_that_fails_to_import_says_why(monkeypatch, tmp_path):
-    (tmp_path / "h_broken_module.py").write_text("raise OSError('disk on fire')")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(OSError, match="disk on fire"):
-        resolve_callable("h_broken_module:f")
 
 
 def test_neither_paths_nor_specs_need_torch():

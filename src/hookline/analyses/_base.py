@@ -36,8 +36,7 @@ class BuiltInHook(TrainingHook):
     """A row for each metric, with the fields of `MetricInfo`: name, description, formula, what its value says, label,
     what its keys are. Fields at the end may be left out."""
     single: ClassVar[tuple[str, ...]] = ()
-    """The metrics that every parameter has as well, if ``per_parameter``: as ``"metric/parameter"``."""
-    per_parameter = True
+    """The metrics that every parameter has as well: as ``"metric/parameter"``."""
     off = ""
     """Why it has turned itself off, if it has."""
     _has_warned = False
@@ -45,7 +44,7 @@ class BuiltInHook(TrainingHook):
     def describe_metrics(self) -> list[MetricInfo]:
         """Return the meaning of each metric."""
         found = [MetricInfo(*row) for row in self.metrics]
-        single = [each for each in found if self.per_parameter and each.name in self.single]
+        single = [each for each in found if each.name in self.single]
         return found + [
             MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in single
         ]

@@ -196,8 +196,6 @@ def effective_rank(values: NDArray[Any]) -> float:
 
 _IN_CACHE, _AT_ONCE = 1 << 17, 1 << 24
 """Numbers that are multiplied at a time on a CPU, 1 MiB of float64, which stay in the cache; and on other devices."""
-_KEPT_WIDE: Final = 1 << 26
-"""Bytes up to which an exact window keeps float64."""
 GIB: Final = 1 << 30
 
 
@@ -241,12 +239,7 @@ class GradientWindow:
 
     def gib(self, vector: Tensor) -> float:
         """Return how much memory it takes for vectors like this one."""
-        return self.size * vector.numel() * self._kept_type(vector).itemsize / GIB
-
-    def _kept_type(self, vector: Tensor) -> torch.dtype:
-        """Return the type of the rows: a small exact window keeps float64, which spares widening all for a new one."""
-        wider = widest_float(vector.device)
-        return wider if self.exact and self.size * vector.numel() * wider.itemsize <= _KEPT_WIDE else vector.dtype
+        return self.size * vector.nbytes / GIB
 
     def add(self, vector: Tensor) -> None:
         """Add ``vector``, and drop the oldest if it is full; drop all if their size is another."""
@@ -254,7 +247,7 @@ class GradientWindow:
             self.products()
         if self._rows is None or self._rows.shape[1] != vector.numel():
             self.clear()
-            self._rows = vector.new_empty(self.size, vector.numel(), dtype=self._kept_type(vector))
+            self._rows = vector.new_empty(self.size, vector.numel())
             self._gram = vector.new_zeros(self.size, self.size, dtype=widest_float(vector.device))
         self._rows[self._next].copy_(vector)
         self._filled = max(self._filled, self._next + 1)

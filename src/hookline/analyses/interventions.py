@@ -76,7 +76,6 @@ class HessianHook(ReferenceIntervention):
         method: ``"exact"``, or the ``"difference"`` of two gradients. A loss without second derivatives (a compiled
             model, say) gets the difference in any case, and one warning; parameters in half precision, in which such
             a move is rounded away, get the exact product where there is one.
-        per_parameter: Report each parameter that is no bias as well.
     """
 
     name = "hessian"
@@ -116,11 +115,9 @@ class HessianHook(ReferenceIntervention):
         every_n_steps: int = 1000,
         burst_length: int = 11,
         method: str = "exact",
-        per_parameter: bool = True,
     ) -> None:
         self.epsilon = self.number("epsilon", epsilon)
         self.method = self.one_of("method", method, ("exact", "difference"))
-        self.per_parameter = per_parameter
         self.set_schedule(every_n_steps, burst_length)
         self._before: dict[int, _Before] = {}
         self._last: Tensor | None = None
@@ -180,9 +177,7 @@ class HessianHook(ReferenceIntervention):
         look = _Step(last, model_ctx.gradients, product, rate, way)
         if not look.names:
             return None
-        metrics = look.whole(look.names)
-        if self.per_parameter:
-            metrics |= by_parameter(look.names, lambda name: look.parts([name]))
+        metrics = look.whole(look.names) | by_parameter(look.names, lambda name: look.parts([name]))
         return metrics, flat_vector(product[name] for name in look.names)
 
     def _product(
@@ -473,7 +468,6 @@ class CounterfactualHook(_ShuffledEpochs):
     Args:
         k: How many shuffled epochs; each has its own order.
         window_size: How many past firings count in the energy fractions.
-        per_parameter: Report each parameter that is no bias as well.
     """
 
     name = "counterfactual"
@@ -497,10 +491,9 @@ class CounterfactualHook(_ShuffledEpochs):
     )  # fmt: skip
     single = tuple(name for name, *_ in metrics[1:8])
 
-    def __init__(self, k: int = 3, window_size: int = 20, per_parameter: bool = True) -> None:
+    def __init__(self, k: int = 3, window_size: int = 20) -> None:
         self.k = self.whole_number("k", k, 1)
         self.window_size = self.whole_number("window_size", window_size, 1)
-        self.per_parameter = per_parameter
         self._windows: dict[str, list[Tensor]] = {"content": [], "ordering": []}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
@@ -515,12 +508,11 @@ class CounterfactualHook(_ShuffledEpochs):
             return None
         names = sorted(actual)
         split = _Split.of(flat_vector(actual[name] for name in names), flat_vector(shuffled[name] for name in names))
-        metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.metrics()}
-        if self.per_parameter:
-            metrics |= by_parameter(
-                [name for name in names if not is_bias(name)],
-                lambda name: _Split.of(flat_vector([actual[name]]), flat_vector([shuffled[name]])).metrics(),
-            )
+        single = by_parameter(
+            [name for name in names if not is_bias(name)],
+            lambda name: _Split.of(flat_vector([actual[name]]), flat_vector([shuffled[name]])).metrics(),
+        )
+        metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.metrics(), **single}
         return metrics | self._compare(actual, shuffled, split.share, way)
 
     def _mean_of_shuffled(self, model_ctx: ModelDataContext, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -549,10 +541,8 @@ class CounterfactualHook(_ShuffledEpochs):
             vectors, to = aims(names)
             return {f"{part}_grad_cossim_to_solution": cosine(vector, to) for part, vector in vectors.items()}
 
-        metrics = cosines(names) | self._energies(*aims(names))
-        if self.per_parameter:
-            metrics |= by_parameter([name for name in names if not is_bias(name)], lambda name: cosines([name]))
-        return metrics
+        single = by_parameter([name for name in names if not is_bias(name)], lambda name: cosines([name]))
+        return cosines(names) | self._energies(*aims(names)) | single
 
     def _energies(self, vectors: Mapping[str, Tensor], to: Tensor) -> dict[str, Any]:
         """Return how much of all firings in the window lies along the way; of one alone it is the squared cosine."""

@@ -49,7 +49,6 @@ class TrackedAnalysis(Analysis):
     Args:
         tracker: What the layers feed.
         targets: Which layers, by name or glob; if left out, all that `is_wanted` accepts.
-        exclude: Layers to leave out.
         per_unit: Report a metric for each unit, which may be many; if False, those of layers and over all alone.
     """
 
@@ -62,8 +61,8 @@ class TrackedAnalysis(Analysis):
     of_units: ClassVar[str] = ""
     """What the names of the metrics of single units have in them."""
 
-    def __init__(self, tracker: Any, targets: str | None, exclude: str | None, per_unit: bool = True) -> None:
-        self.tracker, self.targets, self.exclude, self.per_unit = tracker, targets, exclude, per_unit
+    def __init__(self, tracker: Any, targets: str | None, per_unit: bool = True) -> None:
+        self.tracker, self.targets, self.per_unit = tracker, targets, per_unit
         self._handles: HandleSet | None = None
 
     def is_wanted(self, module: nn.Module) -> bool:
@@ -100,7 +99,7 @@ class TrackedAnalysis(Analysis):
             if not chosen:
                 self.turn_off(f"looked for {self.looks_for} (name others by targets='layers.*') and found none")
                 return []
-        return [(name, module) for name, module, *_ in select(model, chosen, exclude=self.exclude)]
+        return [(name, module) for name, module, *_ in select(model, chosen)]
 
     def finish(self) -> None:
         """Remove the hooks; what was counted stays."""
@@ -151,8 +150,8 @@ class _ReLUAnalysis(TrackedAnalysis):
     event: ClassVar[tuple[str, str]]
     """What is counted for each unit, and the word for a unit without any: ``active_fraction``, ``dead_units``."""
 
-    def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
-        super().__init__(self.tracker_type(), targets, exclude, per_unit)
+    def __init__(self, targets: str | None = None, per_unit: bool = True) -> None:
+        super().__init__(self.tracker_type(), targets, per_unit)
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics over all units."""
@@ -176,7 +175,6 @@ class ReLUActivationsHook(_ReLUAnalysis):
     Args:
         targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
             ``nn.LeakyReLU``.
-        exclude: Layers to leave out.
         per_unit: Report a metric for each unit, which may be many; if False, those over all units alone.
     """
 
@@ -204,7 +202,6 @@ class ReLUGradientFlowHook(_ReLUAnalysis):
     Args:
         targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
             ``nn.LeakyReLU``.
-        exclude: Layers to leave out.
         per_unit: Report every unit, which may be many; without, sums alone.
     """
 
@@ -242,7 +239,6 @@ class SaturatedActivationsHook(TrackedAnalysis):
             or under 1 less the threshold.
         saturation_threshold: From where on it is saturated.
         targets: Which layers, by name or glob, with commas; if left out, every ``nn.Tanh``, or every ``nn.Sigmoid``.
-        exclude: Layers to leave out.
         per_unit: Report every unit, which may be many; without, layers and sums alone.
     """
 
@@ -256,10 +252,9 @@ class SaturatedActivationsHook(TrackedAnalysis):
         activation: str = "tanh",
         saturation_threshold: float = 0.95,
         targets: str | None = None,
-        exclude: str | None = None,
         per_unit: bool = True,
     ) -> None:
-        super().__init__(SaturatedActivationState(activation, saturation_threshold), targets, exclude, per_unit)
+        super().__init__(SaturatedActivationState(activation, saturation_threshold), targets, per_unit)
         self.activation, self.roots = activation, (f"activations/{activation}/",)
         self.looks_for = "nn.Tanh" if activation == "tanh" else "nn.Sigmoid"
 
@@ -305,7 +300,6 @@ class GradientFlowHook(TrackedAnalysis):
     Args:
         beta: The share of the old mean that stays at each backward pass.
         targets: Which layers, by name or glob, with commas; if left out, every linear layer and convolution.
-        exclude: Layers to leave out.
         per_unit: Report every unit, which may be many; without, layers and sums alone.
     """
 
@@ -328,10 +322,8 @@ class GradientFlowHook(TrackedAnalysis):
         ("{layer}/active_fraction", "the others", "1 less that", "1 is healthy"),
     )  # fmt: skip
 
-    def __init__(
-        self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None, per_unit: bool = True
-    ) -> None:
-        super().__init__(GradientFlowState(beta), targets, exclude, per_unit)
+    def __init__(self, beta: float = 0.95, targets: str | None = None, per_unit: bool = True) -> None:
+        super().__init__(GradientFlowState(beta), targets, per_unit)
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Return whether ``module`` multiplies with a matrix; an embedding does not, and ``out_proj`` is not called."""
@@ -371,7 +363,6 @@ class FisherInformationHook(TrackedAnalysis):
         beta: The share of the old mean that stays at each update.
         targets: Which layers, by name or glob, with commas; if left out, every one with parameters of its own. Of a
             layer that holds others, all parameters that are in none of the others chosen.
-        exclude: Layers to leave out.
     """
 
     name = "fisher_information"
@@ -396,8 +387,8 @@ class FisherInformationHook(TrackedAnalysis):
         ("fisher_info/{layer}/dead_fraction", "their share in the layer"),
     )  # fmt: skip
 
-    def __init__(self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None) -> None:
-        super().__init__(FisherInformationState(beta), targets, exclude)
+    def __init__(self, beta: float = 0.95, targets: str | None = None) -> None:
+        super().__init__(FisherInformationState(beta), targets)
         self._names: dict[str, frozenset[str]] = {}
         """By layer, the names in it of the parameters that are counted there."""
 

@@ -209,14 +209,11 @@ class DoctorOptions:
 
     Examples:
       hookline doctor my_file.py:make_model
-      hookline doctor my_file.py:make_model --inputs my_file.py:sample     # calls the model, and puts it back
       hookline doctor mod_arithmetic --json
     """
 
     model: Annotated[str, Show("FILE:MODEL", is_word=True)]
     """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment."""
-    inputs: Annotated[str | None, Show("FILE:NAME")] = None
-    """Sample arguments, or a function that makes them: a tensor, a tuple, or a dict of keyword arguments."""
     json: bool = False
     """Print JSON."""
 
@@ -226,9 +223,7 @@ def doctor(arguments: Sequence[str]) -> int:
     options = parse(DoctorOptions, arguments, "doctor")
     from hookline.debug.diagnose.doctor import doctor as examine
 
-    model = model_at(options.model)
-    sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")
-    found = examine(model, sample() if callable(sample) else sample)
+    found = examine(model_at(options.model))
     tell_found("doctor", found.to_dict(), found, as_json=options.json)
     return FAILED if found.problems else DONE
 

@@ -18,8 +18,8 @@ from hookline.debug.compare.rows import padded_rows as padded_rows
 from hookline.debug.compare.rules import FusedRule as FusedRule
 from hookline.debug.compare.rules import PairRule as PairRule
 from hookline.debug.compare.rules import RenameRule as RenameRule
-from hookline.debug.compare.served import trace_outputs as trace_outputs
 from hookline.debug.compare.trace import Trace as Trace
+from hookline.debug.compare.trace import trace_outputs as trace_outputs
 from hookline.debug.compare.trace_files import TraceFolder as TraceFolder
 from hookline.debug.compare.trace_files import read_trace as read_trace
 from hookline.debug.diagnose.doctor import Diagnosis as Diagnosis

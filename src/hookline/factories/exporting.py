@@ -125,33 +125,18 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
     return (ExportInputs if options.inputs else Export)(options, ExportQueue(options))
 
 
-class ExportSink:
-    """What takes the outputs of an `Export`; it does not refer to the hook."""
-
-    def take(self, item: ExportItem) -> None:
-        """Take an output, whose tensors are those of the forward."""
-        raise NotImplementedError
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return the counts so far."""
-        return {}
-
-    def close(self) -> None:
-        """Write what waits, and take no more; may be called again."""
-
-
 class Export(Observer):
-    """Hand the outputs of all modules that it is on to a sink, with whose tokens they have."""
+    """Hand the outputs of all modules that it is on to a queue, with whose tokens they have."""
 
     name = "export"
 
-    def __init__(self, options: ExportOptions, sink: ExportSink) -> None:
+    def __init__(self, options: ExportOptions, waiting: ExportQueue) -> None:
         self._options = options
-        self._sink = sink
+        self._queue = waiting
         side = INPUT if options.inputs else ""
         self._calls = ByModule(lambda name: (name + side, itertools.count()))
         self._unread = 0
-        self._finalizer = weakref.finalize(self, sink.close)  # the process ends, or the hook is deleted
+        self._finalizer = weakref.finalize(self, waiting.close)  # the process ends, or the hook is deleted
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Take the output of a module."""
@@ -171,11 +156,15 @@ class Export(Observer):
         else:
             item = item_of(name, call, tensor, tokens, last=options.positions == "last", stage=options.phase)
             if item is not None:
-                self._sink.take(item)
+                self.store(item)
+
+    def store(self, item: ExportItem) -> None:
+        """Take an item, whose tensors are those of the forward."""
+        self._queue.take(item)
 
     def to_metrics(self) -> dict[str, float]:
         """Return what was written, waits and was dropped; ``unread`` had no numbers, or none that can be stored."""
-        return self._sink.to_metrics() | {"unread": float(self._unread)}
+        return self._queue.to_metrics() | {"unread": float(self._unread)}
 
     def close(self) -> None:
         """Write what waits, and complete the last file."""
@@ -198,7 +187,7 @@ for _hook in (Export.__call__, ExportInputs.__call__):
 # -- between the forward and the disk --------------------------------------------------------------------------
 
 
-class ExportQueue(ExportSink):
+class ExportQueue:
     """Write outputs from a thread of its own, and count them."""
 
     def __init__(self, options: ExportOptions, room: int = _QUEUE_BYTES) -> None:
@@ -523,15 +512,15 @@ def export_activations(
     options = ExportOptions(Path(folder), inputs=inputs)
     names = [name or type(module).__name__ for name, module in select(model, target)]  # as the export calls them
     _check_new(options.folder, [name + INPUT if inputs else name for name in names])
-    batch, ran, shards = _Batch(), 0, Shards(options.folder)
+    hook, ran, shards = _BatchExport(options), 0, Shards(options.folder)
     try:
-        with _attached(model, target, options, batch):
+        with _attached(model, target, hook, inputs=inputs):
             for rows in _batches(_named(sequences), batch_size):
-                batch.items.clear()
+                hook.items.clear()
                 _run(model, rows)
-                if shards.bytes + shards.size + sum(item.tensor.nbytes for item in batch.items) > limit:
+                if shards.bytes + shards.size + sum(item.tensor.nbytes for item in hook.items) > limit:
                     break
-                for item in batch.items:
+                for item in hook.items:
                     shards.add(item)
                 ran += len(rows)
     finally:  # what has run until then is kept
@@ -545,20 +534,20 @@ def _check_new(folder: Path, modules: list[str]) -> None:
         raise OptionError(f"{_NAME}: {folder} has {', '.join(both)} from an earlier call; choose another folder.")
 
 
-class _Batch(ExportSink):
+class _BatchExport(Export):
     """Hold what modules return, or are given, in the forward of one batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: ExportOptions) -> None:
+        super().__init__(options, ExportQueue(options))
         self.items: list[ExportItem] = []
 
-    def take(self, item: ExportItem) -> None:
-        """Copy an output to the CPU, and hold it."""
+    def store(self, item: ExportItem) -> None:
+        """Copy an item to the CPU, and hold it."""
         self.items.append(replace(item, tensor=item.tensor.to("cpu", copy=True)))
 
 
-def _attached(model: nn.Module, target: Target, options: ExportOptions, batch: _Batch) -> HookHandle:
-    hook = Export(options, batch)
-    if not options.inputs:
+def _attached(model: nn.Module, target: Target, hook: Export, *, inputs: bool) -> HookHandle:
+    if not inputs:
         return attach(model, target, hook, observe=True, name=_NAME)
 
     def take_inputs(module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site) -> None:

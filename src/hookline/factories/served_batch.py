@@ -10,20 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookline.factories.factory_hook import Observer
-from hookline.observe.tokens import ChosenTokens, Tokens, current_tokens, serving
+from hookline.observe.tokens import ChosenTokens, Tokens, current_tokens
 from hookline.sites import _torch
 from hookline.tree import main_tensor
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hookline.sites.site_info import Site
 
 Stage: TypeAlias = Literal["both", "prefill", "decode"]
 """The values of the option ``phase``, by which users choose the stage of a served request."""
@@ -159,48 +153,3 @@ def _numbers(batch: Any, key: str) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         values = values.flatten().tolist() if values.device.type == "cpu" else ()
     return tuple(map(int, values or ()))
-
-
-# -- one stage of a served model -----------------------------------------------------------------------------------
-
-_HookT = TypeVar("_HookT", bound=Observer)
-
-
-def only_in_stage(cls: type[_HookT], stage: Stage) -> type[_HookT]:
-    """Return ``cls`` as a class that observes the ``stage`` ``"prefill"`` or ``"decode"`` alone; itself for ``"both"``.
-
-    A class of its own, as it reads the inputs: compiled code keeps what the code of a hook reads.
-    """
-    if stage == "both":
-        return cls
-    make: Any = type
-    filtered: type[_HookT] = make(cls.__qualname__, (_OnlyInStage, cls), {"stage": stage})
-    return filtered
-
-
-class _OnlyInStage(Observer):
-    """Call the observer behind it in one stage alone."""
-
-    stage = "both"
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """Observe the output, in the stage that was chosen."""
-        tokens = running(inputs)
-        if tokens is None:
-            self.log_unknown("phase")
-        elif tokens.phase == self.stage:
-            super().__call__(module, inputs, output, site=site)
-        elif tokens.has_stage(self.stage):
-            with serving(tokens.in_stage(self.stage)):
-                super().__call__(module, inputs, _picked(output, tokens, self.stage), site=site)
-
-
-_torch.leave_to_python(_OnlyInStage.__call__)
-
-
-def _picked(value: Any, tokens: Tokens, stage: str) -> Any:
-    """Return the tokens in ``stage`` of each tensor of an output that has an entry for each token."""
-    if type(value) is tuple:
-        return tuple(_picked(each, tokens, stage) for each in value)
-    found = tokens.choose(stage=stage).pick(value) if isinstance(value, Tensor) else None
-    return value if found is None else found

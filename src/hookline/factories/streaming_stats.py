@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import Stage, only_in_stage, output_tensor, shape_of, without_padding
+from hookline.factories.served_batch import output_tensor, shape_of, without_padding
 from hookline.observe.watch.engine import Note, StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of, streams_of
@@ -302,7 +302,6 @@ class StatsOptions:
     """The config of ``activation_stats``."""
 
     stats: tuple[str, ...] | None = None
-    phase: Stage = "both"
     log_every: int | None = None
     file: Path | None = None
     add_residual: bool = False
@@ -325,10 +324,10 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
         hook.to_metrics()  # {"layers.0/mean": ..., "layers.0/absmax": ...}
 
     Args:
-        config: ``stats``: their names, as ``hookline.watch`` takes them. ``phase``: ``"prefill"`` or ``"decode"`` of a
-            served model, for one of them alone. ``log_every``: seconds after which the next forward writes a line, to
-            ``file`` (JSONL) if there is one, else to the log; it waits for the device once. ``add_residual``: of an
-            output that is a pair of tensors of one shape, as SGLang's layers give, look at their sum.
+        config: ``stats``: their names, as ``hookline.watch`` takes them. ``log_every``: seconds after which the next
+            forward writes a line, to ``file`` (JSONL) if there is one, else to the log; it waits for the device once.
+            ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, look at
+            their sum.
     """
     return _make(read_options("activation_stats", StatsOptions, config))
 
@@ -336,7 +335,7 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
 def _make(options: StatsOptions) -> ActivationStats:
     log = None if options.log_every is None and options.file is None else _StatsLog(options)
     layout = Layout.of(None if options.stats is None else tuple(options.stats))
-    return only_in_stage(ActivationStats, options.phase)(layout, log=log, add_residual=options.add_residual)
+    return ActivationStats(layout, log=log, add_residual=options.add_residual)
 
 
 class ActivationStats(StreamingObserver):

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +59,6 @@ class ComponentContext:
 
     def __repr__(self) -> str:
         return f"<ComponentContext with {', '.join(self.model_metrics) or 'nothing yet'}>"
-
-
-@runtime_checkable
-class AttachesItself(Protocol):
-    """A hook that attaches itself elsewhere than to the component's own call."""
-
-    def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
-        """Attach it to ``module``, a part of ``model``; the handle removes it."""
 
 
 class PolicyAutoBuilder(nn.Module):
@@ -144,8 +136,8 @@ class PolicyAutoBuilder(nn.Module):
     ) -> RemovableHandle:
         """Call ``hook(module, grad_input, grad_output)`` when a backward pass has come through a component.
 
-        By then its parameters have their gradients, also in a first layer; what the hook returns is ignored. A hook
-        that has ``attach_to(model, module)`` attaches itself by that.
+        By then its parameters have their gradients, also in a first layer; what the hook returns is ignored. A
+        `ParameterFeeder` attaches itself to the parameters.
 
         Raises:
             NoMatchError: (a KeyError) if there is no such component.
@@ -159,7 +151,7 @@ class PolicyAutoBuilder(nn.Module):
             hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise NoMatchError(f"Component '{name}' not found in policy.{hint}")
         root = self._root()
-        if kind == "backward" and isinstance(hook, AttachesItself):
+        if isinstance(hook, ParameterFeeder) and kind == "backward":
             return hook.attach_to(root, module)
         return attach(root, module, hook, on=kind, observe=True, name=f"{hook_name(hook)} of {name!r}")
 
@@ -379,7 +371,7 @@ TRACKERS: Final[dict[str, type]] = {
 """The class of each tracker by its key in ``context.model_metrics``, in the order of reports."""
 
 
-def attach_relu_activation_hooks(*, extractor: Any = "actor_hidden", unit_dim: int | None = None) -> HookBuilder:
+def attach_relu_activation_hooks(*, extractor: Any = "actor_hidden") -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is above zero.
 
     Recipe::
@@ -390,9 +382,8 @@ def attach_relu_activation_hooks(*, extractor: Any = "actor_hidden", unit_dim: i
 
     Args:
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
-        unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
     """
-    return _builder("relu_activation_state", _activation_feeder(extractor), unit_dim=unit_dim)
+    return _builder("relu_activation_state", _activation_feeder(extractor))
 
 
 def attach_saturated_activation_hooks(
@@ -400,7 +391,6 @@ def attach_saturated_activation_hooks(
     activation: str = "tanh",
     saturation_threshold: float = 0.95,
     extractor: Any = "critic_1",
-    unit_dim: int | None = None,
 ) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is saturated.
 
@@ -412,9 +402,8 @@ def attach_saturated_activation_hooks(
 
     Args:
         activation: ``"tanh"`` or ``"sigmoid"``: the activation behind the component's output.
-        saturation_threshold: Where saturation begins, strictly between 0 and 1, for a sigmoid above 0.5; by component.
+        saturation_threshold: Where saturation begins, strictly between 0 and 1, for a sigmoid above 0.5.
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
-        unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
     """
     check_activation(activation)
     return _builder(
@@ -422,7 +411,6 @@ def attach_saturated_activation_hooks(
         _activation_feeder(extractor),
         activation=activation,
         saturation_threshold=saturation_threshold,
-        unit_dim=unit_dim,
     )
 
 
@@ -442,12 +430,12 @@ def attach_fisher_information_hooks(*, beta: float = 0.95) -> BackwardHookBuilde
     scaled them.
 
     Args:
-        beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
+        beta: The share of the old mean that stays at each update; at least 0, less than 1.
     """
     return _builder("fisher_information_state", ParameterFeeder, beta=beta)
 
 
-def attach_gradient_flow_hooks(*, beta: float = 0.95, unit_dim: int | None = None) -> BackwardHookBuilder:
+def attach_gradient_flow_hooks(*, beta: float = 0.95) -> BackwardHookBuilder:
     """Make a builder of backward hooks that keep a running mean of the size of the gradient at each unit.
 
     Recipe::
@@ -459,13 +447,12 @@ def attach_gradient_flow_hooks(*, beta: float = 0.95, unit_dim: int | None = Non
     It looks at the gradient of the component's first output, ``grad_output[0]``.
 
     Args:
-        beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
-        unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
+        beta: The share of the old mean that stays at each update; at least 0, less than 1.
     """
-    return _builder("gradient_flow_state", GradientFeeder, beta=beta, unit_dim=unit_dim)
+    return _builder("gradient_flow_state", GradientFeeder, beta=beta)
 
 
-def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None) -> BackwardHookBuilder:
+def attach_relu_gradient_flow_hooks() -> BackwardHookBuilder:
     """Make a builder of backward hooks that count how often a gradient leaves each unit of a ReLU.
 
     Recipe::
@@ -476,11 +463,8 @@ def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None) -> BackwardH
 
     It looks at the gradient of the component's first input, ``grad_input[0]``; a component whose input needs no
     gradient (a first layer) has none.
-
-    Args:
-        unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
     """
-    return _builder("relu_gradient_flow_state", partial(GradientFeeder, of_input=True), unit_dim=unit_dim)
+    return _builder("relu_gradient_flow_state", partial(GradientFeeder, of_input=True))
 
 
 def _builder(key: str, feeder: Callable[..., Any], **options: Any) -> Callable[[str, ComponentContext], Any]:
@@ -495,7 +479,7 @@ def _builder(key: str, feeder: Callable[..., Any], **options: Any) -> Callable[[
         hook = feeder(tracker, component)
         if hook is None or not tracker.begin_feeding(component):
             return None
-        tracker.register_component(component, **options)
+        tracker.register_component(component)
         return hook
 
     return builder

@@ -7,11 +7,9 @@ of the tensors until ``to_metrics`` fetches them at once.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import numbers
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
@@ -20,8 +18,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from hookline.errors import HooklineWarning, OptionError
-from hookline.messages import caller_stacklevel
+from hookline.errors import OptionError
 from hookline.observe.host_values import countable, fetch, outside_inference, unit_axis
 
 _LOCK: Final = threading.RLock()
@@ -72,54 +69,27 @@ def check_activation(activation: str) -> None:
         raise ValueError(f"Unsupported activation '{activation}'. Expected 'tanh' or 'sigmoid'.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Hold the checked options of one component; each tracker reads those that concern it."""
-
-    unit_dim: int | None = None
-    """The dimension whose entries are the units; None for the usual one (see `unit_axis`)."""
-    beta: float = 0.95
-    """The share of the old mean that stays at each update."""
-    saturation_threshold: float = 0.95
-    activation: str = "tanh"
-
-    def __post_init__(self) -> None:
-        check_activation(self.activation)
-        if self.unit_dim is not None and type(self.unit_dim) is not int:
-            raise OptionError(f"unit_dim= is the number of a dimension or None, got {self.unit_dim!r}.")
-        if not 0 <= as_number(self.beta) < 1:
-            raise OptionError(f"beta= must be at least 0 and less than 1, got {self.beta!r}.")
-        threshold = as_number(self.saturation_threshold)
-        if not 0 < threshold < 1:
-            raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {self.saturation_threshold!r}.")
-        if self.activation == "sigmoid" and threshold <= 0.5:
-            raise OptionError(
-                f"saturation_threshold= of a sigmoid must be above 0.5, got {self.saturation_threshold!r}: what is "
-                "above it or below one minus it is saturated, which would be everything."
-            )
+def _check_beta(beta: float) -> float:
+    """Return ``beta``; raise unless it is a share."""
+    if not 0 <= as_number(beta) < 1:
+        raise OptionError(f"beta= must be at least 0 and less than 1, got {beta!r}.")
+    return beta
 
 
 class ComponentTracker:
-    """Keep a state and options for each component; options that were not given are those of the tracker."""
+    """Keep a state for each component."""
 
-    def __init__(self, **defaults: Any) -> None:
-        self._defaults = Options(**defaults)
-        self._known: dict[str, Options] = {}
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+        """The components, in the order in which they came."""
         self._kept: dict[str, Any] = {}
         """By component: its state, in plain tensors and numbers."""
         self._fed: set[str] = set()
         """The components that have a hook."""
-        self._warned: set[str] = set()
-        """The components whose tensor does not have the dimension asked for."""
 
-    def register_component(self, component: str, **options: Any) -> None:
-        """Register ``component`` with options of its own; one that is known keeps those that it has.
-
-        Args:
-            component: Its name.
-            options: ``unit_dim``, ``beta``, ``saturation_threshold``, as the tracker takes them.
-        """
-        self._known.setdefault(component, dataclasses.replace(self._defaults, **options))  # checks them
+    def register_component(self, component: str) -> None:
+        """Register ``component``, if it is not known yet."""
+        self._known[component] = None
 
     def has_component(self, component: str) -> bool:
         """Return whether ``component`` is registered."""
@@ -136,12 +106,12 @@ class ComponentTracker:
         self._fed.discard(component)
 
     def forget_counts(self, component: str) -> None:
-        """Start ``component`` at zero; its options stay."""
+        """Start ``component`` at zero."""
         with _LOCK:
             self._kept.pop(component, None)
 
     def reset(self) -> None:
-        """Start at zero; components and their options stay."""
+        """Start at zero; the components stay."""
         with _LOCK:
             self._kept.clear()
 
@@ -155,23 +125,12 @@ class ComponentTracker:
         with _LOCK:
             self._kept = copy.deepcopy(dict(state))
 
-    def _options(self, component: str) -> Options:
-        """Return the options of ``component``, and register it if it was not."""
-        return self._known.setdefault(component, self._defaults)
-
-    def _readable(self, component: str, value: Any) -> tuple[Tensor, int, Options] | None:
-        """Return the tensor to count, the dimension of its units, and the options; None if it cannot be counted."""
-        options, seen = self._options(component), countable(value)
-        axis = None if seen is None else unit_axis(seen, options.unit_dim)
-        if seen is not None and seen.dim() and axis is None and component not in self._warned:
-            self._warned.add(component)
-            warnings.warn(
-                f"{type(self).__name__} passes over {component!r}: unit_dim={options.unit_dim}, but its tensor has the "
-                f"shape {tuple(seen.shape)}.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
-        return None if seen is None or axis is None or not seen.numel() else (seen, axis, options)
+    def _readable(self, component: str, value: Any) -> tuple[Tensor, int] | None:
+        """Register ``component``; return the tensor to count and the dimension of its units, None if it has none."""
+        self.register_component(component)
+        seen = countable(value)
+        axis = None if seen is None else unit_axis(seen)
+        return None if seen is None or axis is None or not seen.numel() else (seen, axis)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(self._known) or 'no component yet'}>"
@@ -203,18 +162,15 @@ class _CountingTracker(ComponentTracker):
     _prefix: ClassVar[str]
     """What the name of a unit's metric begins with."""
 
-    def __init__(self, *, unit_dim: int | None = None) -> None:
-        super().__init__(unit_dim=unit_dim)
-
     def update(self, component: str, tensor: Tensor) -> None:
         """Count one tensor; do nothing with one that cannot be counted (see `countable`)."""
         found = self._readable(component, tensor)
         if found is None:
             return
-        seen, axis, options = found
+        seen, axis = found
         others = [dim for dim in range(seen.dim()) if dim != axis]
         with _LOCK, outside_inference():
-            is_hit = self._is_hit(seen, options)
+            is_hit = self._is_hit(seen)
             new = is_hit.sum(dim=others) if others else is_hit.long()
             counts = self._kept.setdefault(component, {"hits": None, "samples": {}})
             hits, samples, width = _widened(counts["hits"], new), counts["samples"], str(new.numel())
@@ -222,7 +178,7 @@ class _CountingTracker(ComponentTracker):
             samples[width] = samples.get(width, 0) + seen.numel() // seen.shape[axis]
             counts["hits"] = hits
 
-    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
+    def _is_hit(self, tensor: Tensor) -> Tensor:
         """Return a tensor of bools: true where there is something to count."""
         raise NotImplementedError
 
@@ -258,14 +214,13 @@ class ReLUActivationState(_CountingTracker):
         state.update("actor_mlp", torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, 3.0]]))
         state.to_metrics()  # {"activations/relu/actor_mlp/0": 1.0, ".../1": 0.0, ".../2": 0.5}
 
-    Args:
-        unit_dim: The dimension whose entries are the units. Unless given, it is the last of (B, F) and (B, T, F), and
-            the channels of (N, C, H, W); everything else is samples. One dimension alone is one sample.
+    Units are the entries of the last dimension of (B, F) and (B, T, F), and the channels of (N, C, H, W); everything
+    else is samples. One dimension alone is one sample.
     """
 
     _prefix = "activations/relu"
 
-    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
+    def _is_hit(self, tensor: Tensor) -> Tensor:
         return tensor > 0
 
 
@@ -285,13 +240,19 @@ class SaturatedActivationState(_CountingTracker):
     Args:
         activation: ``"tanh"`` or ``"sigmoid"``.
         saturation_threshold: Strictly between 0 and 1, for a sigmoid above 0.5.
-        unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
     """
 
-    def __init__(self, activation: str, saturation_threshold: float = 0.95, *, unit_dim: int | None = None) -> None:
-        ComponentTracker.__init__(
-            self, activation=activation, saturation_threshold=saturation_threshold, unit_dim=unit_dim
-        )
+    def __init__(self, activation: str, saturation_threshold: float = 0.95) -> None:
+        super().__init__()
+        check_activation(activation)
+        threshold = as_number(saturation_threshold)
+        if not 0 < threshold < 1:
+            raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {saturation_threshold!r}.")
+        if activation == "sigmoid" and threshold <= 0.5:
+            raise OptionError(
+                f"saturation_threshold= of a sigmoid must be above 0.5, got {saturation_threshold!r}: what is above it "
+                "or below one minus it is saturated, which would be everything."
+            )
         self.activation, self.saturation_threshold = activation, saturation_threshold
 
     def to_metrics(self) -> dict[str, float]:
@@ -315,8 +276,8 @@ class SaturatedActivationState(_CountingTracker):
             }
         return metrics
 
-    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
-        high = options.saturation_threshold
+    def _is_hit(self, tensor: Tensor) -> Tensor:
+        high = self.saturation_threshold
         if self.activation == "tanh":
             return tensor.abs() > high
         low = float(1 - Decimal(str(high)))  # 1 - 0.95 is 0.05000000000000004, which 0.05 in float64 would be below
@@ -331,14 +292,11 @@ class ReLUGradientFlowState(_CountingTracker):
         state = hookline.metta.ReLUGradientFlowState()
         state.update("actor_mlp", torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))  # gradients of its input
         state.to_metrics()  # {"gradient_flow/relu/actor_mlp/0": 0.0, "gradient_flow/relu/actor_mlp/1": 1.0}
-
-    Args:
-        unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
     """
 
     _prefix = "gradient_flow/relu"
 
-    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
+    def _is_hit(self, tensor: Tensor) -> Tensor:
         # 1e-8 is zero in float16, whose smallest number is 6e-8: there, whatever is not zero passes.
         return tensor.abs() > _NO_GRADIENT
 
@@ -362,23 +320,22 @@ class GradientFlowState(ComponentTracker):
 
     Args:
         beta: At least 0, less than 1; higher remembers longer.
-        unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
     """
 
-    def __init__(self, beta: float = 0.95, *, unit_dim: int | None = None) -> None:
-        super().__init__(beta=beta, unit_dim=unit_dim)
-        self.beta = beta
+    def __init__(self, beta: float = 0.95) -> None:
+        super().__init__()
+        self.beta = _check_beta(beta)
 
     def update(self, component: str, tensor: Tensor) -> None:
         """Add sizes by unit, if ``tensor`` has one dimension; a gradient, if it has more."""
         found = self._readable(component, tensor)
         if found is None:
             return
-        seen, axis, options = found
+        seen, axis = found
         with _LOCK, outside_inference():
             sizes = _sizes_by_unit(seen if seen.itemsize >= 4 else seen.float(), axis)
             mean = _widened(self._kept.get(component), sizes)
-            mean[: sizes.numel()].mul_(options.beta).add_(sizes, alpha=1 - options.beta)
+            mean[: sizes.numel()].mul_(self.beta).add_(sizes, alpha=1 - self.beta)
             self._kept[component] = mean
 
     def to_metrics(self) -> dict[str, float]:
@@ -427,14 +384,14 @@ class FisherInformationState(ComponentTracker):
     """
 
     def __init__(self, beta: float = 0.95) -> None:
-        super().__init__(beta=beta)
-        self.beta = beta
+        super().__init__()
+        self.beta = _check_beta(beta)
 
     def update(self, component: str, parameter: str | Tensor, gradient: Tensor | None = None) -> None:
         """Add the gradient of one parameter; without a name, of the component's ``weight``."""
         name, value = (parameter, gradient) if isinstance(parameter, str) else (f"{component}.weight", parameter)
-        seen = countable(value)
-        beta = self._options(component).beta
+        self.register_component(component)
+        seen, beta = countable(value), self.beta
         if seen is None or not seen.numel():
             return
         with _LOCK, outside_inference():

@@ -155,7 +155,6 @@ class StatsReporter:
     ) -> None:
         self.context, self.policy, self.sinks = context, policy, list(sinks)
         self._epoch = -1
-        self._logged: set[str] = set()
 
     def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
         """Collect, emit and reset; return the metrics.
@@ -163,40 +162,24 @@ class StatsReporter:
         The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
         in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
 
-        Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and is not reset if
-        it could not be read; the others continue. A sink that raises is logged, and the others get theirs.
+        Trackers are reset when every sink has had its turn. A sink that raises is logged, and the others get theirs.
 
         Args:
             epoch: Its number; one more than the last if left out.
         """
         self._epoch = self._epoch + 1 if epoch is None else epoch
-        metrics: dict[str, float] = {}
-        if self.policy is not None:
-            metrics |= self._try("the policy could not be read", compute_dead_neuron_stats, self.policy) or {}
-        read = []
-        for tracker in list(self._trackers()):
-            found = self._try(f"{type(tracker).__name__} could not be read", tracker.to_metrics)
-            if found is not None:
-                metrics |= found
-                read.append(tracker)
+        trackers = list(self._trackers())
+        metrics = {} if self.policy is None else compute_dead_neuron_stats(self.policy)
+        for tracker in trackers:
+            metrics |= tracker.to_metrics()
         for sink in self.sinks:
             try:
                 sink.emit(dict(metrics), self._epoch, "POST_EPOCH")
             except Exception:
                 logger.exception("%s could not take the metrics of epoch %d", type(sink).__name__, self._epoch)
-        for tracker in read:
-            self._try(f"{type(tracker).__name__} could not be reset", tracker.reset)
+        for tracker in trackers:
+            tracker.reset()
         return metrics
-
-    def _try(self, failure: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Call ``call``; log what it raises, once: what fails at the end of one epoch fails at the end of all."""
-        try:
-            return call(*args)
-        except Exception:
-            if failure not in self._logged:
-                self._logged.add(failure)
-                logger.exception("%s at the end of epoch %d; the others continue", failure, self._epoch)
-            return None
 
     def _trackers(self) -> Iterator[Any]:
         states = self.context.model_metrics

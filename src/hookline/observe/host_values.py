@@ -69,18 +69,16 @@ def countable(value: Any) -> Tensor | None:
     return tensor.float() if tensor.itemsize == 1 else tensor  # 8-bit floats have no comparison
 
 
-def unit_axis(tensor: Tensor, unit_dim: int | None) -> int | None:
-    """Return the dimension whose entries are the units; None if the tensor has no such dimension.
+def unit_axis(tensor: Tensor) -> int | None:
+    """Return the dimension whose entries are the units; None if the tensor has no dimension.
 
-    By default it is the last of (B, F) and (B, T, F), and the channels of (N, C, H, W) and (N, C, D, H, W). A tensor of
-    one dimension is one sample of that many units, whatever ``unit_dim`` says.
+    It is the last of (B, F) and (B, T, F), and the channels of (N, C, H, W) and (N, C, D, H, W). A tensor of
+    one dimension is one sample of that many units.
     """
     dims = tensor.dim()
     if dims < 2:
         return 0 if dims else None
-    if unit_dim is None:
-        return dims - 1 if dims < 4 else 1
-    return unit_dim % dims if -dims <= unit_dim < dims else None
+    return dims - 1 if dims < 4 else 1
 
 
 def outside_inference() -> AbstractContextManager[Any]:

@@ -33,6 +33,8 @@ from hookline.sites import _torch
 
 _BY_REQUEST: Final = ("requests", "lengths", "firsts", "phases", "keys")
 """The fields of a table that have an entry for each request."""
+_BY_TOKEN: Final = ("ids", "positions")
+"""Those that have one for each token, if they are known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +98,6 @@ class Tokens:
         """The stage of all requests, or ``"mixed"``."""
         return self.phases[0] if len(set(self.phases)) == 1 else "mixed"
 
-    def has_stage(self, stage: str) -> bool:
-        """Return whether a request is in ``stage``; ``"both"`` always is."""
-        return stage == "both" or stage in self.phases
-
     def by_token(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor with the entries of the batch as its first dimension; None if it has not one for each."""
         if not self.lengths or not tensor.dim():
@@ -150,19 +148,10 @@ class Tokens:
         """Return the table of one request alone."""
         begin = sum(self.lengths[:row])
         part = slice(begin, begin + self.lengths[row])
-        ids, positions = (None if each is None else each[part] for each in (self.ids, self.positions))
-        return self._of_rows([row], ids, positions, None if self.width is None else self.lengths[row])
-
-    def in_stage(self, stage: str) -> Tokens:
-        """Return the table of a flat batch's requests in one stage alone."""
-        chosen = self.choose(stage=stage)
-        return self._of_rows(chosen.rows, _picked(self.ids, chosen), _picked(self.positions, chosen))
-
-    def _of_rows(self, rows: Sequence[int], ids: Any, positions: Any, width: int | None = None) -> Tokens:
-        own: dict[str, Any] = {
-            name: tuple(getattr(self, name)[row] for row in rows if getattr(self, name)) for name in _BY_REQUEST
-        }
-        return replace(self, **own, ids=ids, positions=positions, width=width, room=0, _choices={})
+        own: dict[str, Any] = {name: getattr(self, name)[row : row + 1] for name in _BY_REQUEST}
+        own |= {name: None if getattr(self, name) is None else getattr(self, name)[part] for name in _BY_TOKEN}
+        width = None if self.width is None else self.lengths[row]
+        return replace(self, **own, width=width, room=0, _choices={})
 
     def noted(self) -> Tokens:
         """Return the table with a list of notes of its own."""
@@ -233,12 +222,6 @@ class ChosenTokens:
             with torch.inference_mode(False):
                 found = self._on[device] = torch.from_numpy(self.places).to(device, non_blocking=True)
         return found
-
-
-def _picked(ids: Tensor | tuple[int, ...] | None, chosen: ChosenTokens) -> Tensor | tuple[int, ...] | None:
-    if isinstance(ids, tuple):
-        return tuple(ids[place] for place in chosen.places.tolist())
-    return None if ids is None else chosen.pick(ids)
 
 
 def _mask(tensor: Tensor, places: npt.NDArray[np.int64], count: int, shape: Sequence[int]) -> Tensor | bool:

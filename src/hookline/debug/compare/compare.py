@@ -16,8 +16,7 @@ from hookline.debug.compare.measure import measure
 from hookline.debug.compare.result import Comparison
 from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.rules import DEFAULT_RULES, Rule, find_gaps, pair_runs
-from hookline.debug.compare.unshard import DimsOption, unshard
-from hookline.debug.compare.values import Run, RunSource, read_run
+from hookline.debug.compare.values import DimsOption, Run, RunSource, read_run, unshard
 from hookline.errors import CompareError, OptionError
 
 

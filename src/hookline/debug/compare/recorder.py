@@ -153,7 +153,8 @@ class TraceRecorder:
                     return
                 local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
                 if local is None:
-                    text = f"{_in_words(site, kind, leaf)}: {_unreadable(tensor)} was left out"
+                    what = f"a tensor of {tensor.layout} on {tensor.device} without numbers that can be read"
+                    text = f"{_in_words(site, kind, leaf)}: {what} was left out"
                     self.tell(text, is_left_out=True)
                     return
                 with torch.no_grad():
@@ -325,17 +326,6 @@ class TraceRecorder:
 def _in_words(site: str, kind: str, leaf: str) -> str:
     """Return what passes a site as messages name it."""
     return f"{site or '(model)'} {kind}{f' {leaf}' if leaf else ''}"
-
-
-def _unreadable(tensor: Tensor) -> str:
-    """Return what a tensor is that no fingerprint can be made of."""
-    if tensor.layout is not torch.strided and not tensor.is_nested:
-        return f"a sparse tensor ({tensor.layout})"
-    if tensor.is_nested:
-        return "a nested tensor"
-    if tensor.device.type == "meta":
-        return "a tensor without memory, on the meta device,"
-    return "a tensor without numbers that can be read"
 
 
 def _mesh_placement(tensor: Any) -> MeshPlacement | None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -21,9 +21,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from hookline.guard.guard import rollback
 from hookline.sites import _torch
-from hookline.sites.attach import attach
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import Attachment
 from hookline.sites.module_hooks import Slot, existing_hooks
@@ -196,15 +194,13 @@ class Diagnosis:
     """The same hook at the same place several times, and how often."""
     unheard: list[tuple[FoundHook, str]]
     """Hooks that sit where none fires, and why."""
-    error: str
-    """What the sample forward raised; empty if nothing."""
 
     @property
     def problems(self) -> list[str]:
         """What should be looked at, a sentence each."""
         found = [f"{hook.name} ({hook.kind}) on {hook.place} will not fire: {why}" for hook, why in self.unheard]
         found += [f"{hook.name} ({hook.kind}) is on {hook.place} {count} times" for hook, count in self.duplicates]
-        return found + ([f"the sample forward raised {self.error}"] if self.error else [])
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
@@ -241,26 +237,17 @@ class Diagnosis:
         return f"{self.model}: {count}{by}; {state}"
 
 
-def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
+def doctor(model: nn.Module) -> Diagnosis:
     """Examine the hooks of a model, and where hooks would not fire.
 
-    Recipe::
+    Recipe: ``print(hookline.doctor(model))``.
 
-        print(hookline.doctor(model))
-        print(hookline.doctor(model, (input_ids, mask)).problems)
-
-    Without ``inputs`` nothing is called: modules that can never fire are found by the code around them. With ``inputs``
-    the model is called once, without gradients, and put back to the bit; modules that were not called are listed too.
-
-    Args:
-        model: The model.
-        inputs: Sample arguments: a tensor, a tuple of positional or a dict of keyword arguments.
+    Nothing is called: modules that can never fire are found by the code around them.
     """
     check_model(model)
     on_model = [hook for _, hooks in hooks_by_module(model) for hook in hooks]
     hooks = [*on_model, *hooks_of_process()]
-    called, error = (None, "") if inputs is None else _call(model, inputs)
-    silent = _silent_sites(model, None if error else called)
+    silent = _silent_sites(model)
     reasons = {site.name: site.reason for site in silent}
     return Diagnosis(
         model=type(model).__name__,
@@ -268,7 +255,6 @@ def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
         silent=silent,
         duplicates=[(hook, count) for hook, count in Counter(hooks).items() if count > 1],
         unheard=[(hook, reasons[hook.site]) for hook in hooks if hook.site in reasons and hook.kind in _CALL_KINDS],
-        error=error,
     )
 
 
@@ -277,46 +263,22 @@ def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class SilentSite:
-    """A module on which a hook does not fire."""
+    """A module that no forward calls, so that a hook on it does not fire."""
 
     name: str
     type: str
     reason: str
-    is_certain: bool
-    """Whether no forward calls it; False: the sample forward did not."""
 
 
-def _silent_sites(model: nn.Module, called: set[str] | None) -> list[SilentSite]:
-    """Return the modules that what is around them never calls, and those that a sample forward has not called."""
-    found = []
+def _silent_sites(model: nn.Module) -> list[SilentSite]:
+    """Return the modules that what is around them never calls."""
     root = unwrap(model)
+    found = []
     for name, module in clean_modules(model):
         reason = _scripted(module) or cause_around(root, name, module)
-        if reason is not None or (called is not None and name not in called):
-            told = reason or "the sample forward did not call it"
-            found.append(SilentSite(name, type(module).__name__, told, reason is not None))
+        if reason is not None:
+            found.append(SilentSite(name, type(module).__name__, reason))
     return found
-
-
-def _call(model: nn.Module, inputs: Any) -> tuple[set[str], str]:
-    """Call the model; return the modules that were called, and the error. The model is as before, to the bit."""
-    args, kwargs = _arguments(inputs)
-    names = {name for name, module in clean_modules(model) if _scripted(module) is None}
-    called: set[str] = set()
-    error = ""
-
-    def see(module: nn.Module, given: Any, *, site: Any) -> None:
-        called.add(site.name)
-
-    with rollback(model), torch.no_grad():
-        handle = attach(model, lambda name, module: name in names, see, on="forward_pre", observe=True, name="doctor")
-        try:
-            model(*args, **kwargs)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        finally:
-            handle.remove(quiet=True)
-    return called, error
 
 
 def _scripted(module: nn.Module) -> str | None:
@@ -324,10 +286,3 @@ def _scripted(module: nn.Module) -> str | None:
     if not isinstance(module, torch.jit.ScriptModule):
         return None
     return "TorchScript does not run Python hooks; hook the module before it is scripted"
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments: of a tuple, a mapping, or one argument."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

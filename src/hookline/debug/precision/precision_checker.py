@@ -77,7 +77,7 @@ class PrecisionChecker:
 
     Args:
         model: The model; None: every module that is called in this process.
-        config: ``level=1,path=x,format=md5,save_tensors=true``, a dict, or a `PrecisionConfig`.
+        config: ``level=1,path=x,format=md5,save_tensors=true``.
         options: The same keys as keywords; they go before ``config``.
 
     Raises:
@@ -88,14 +88,14 @@ class PrecisionChecker:
     def __init__(
         self,
         model: nn.Module | None = None,
-        config: str | Mapping[str, Any] | PrecisionConfig | None = None,
+        config: str = "",
         **options: Any,
     ) -> None:
-        if isinstance(model, str | Mapping | PrecisionConfig) and config is None:
+        if isinstance(model, str):
             raise TargetError(f"The first argument is the model; write PrecisionChecker(config={model!r}).")
         if model is not None and not isinstance(model, nn.Module):
             raise TargetError(f"PrecisionChecker takes a torch.nn.Module, got {type_name(model)}.")
-        self.config = PrecisionConfig.make(config, options)
+        self.config = PrecisionConfig.make(_pairs(config) | options)
         """The options."""
         self._model = None if model is None else weakref.ref(model)
         self._context = PrecisionContext()
@@ -302,7 +302,7 @@ class PrecisionChecker:
         unknown = [key for key in checks if key not in _OWN_CHECKS]
         if unknown:
             raise OptionError(f"One module or function has the options {', '.join(_OWN_CHECKS)}, not {unknown[0]!r}.")
-        return PrecisionConfig.make(self.config, checks)
+        return dataclasses.replace(self.config, **{key: _read(key, value) for key, value in checks.items()})
 
     def _check(self, name: str, stage: str, value: Any, config: PrecisionConfig) -> None:
         """Write a line for each tensor in ``value``; raise after the last if one is bad and that was asked for."""
@@ -371,7 +371,7 @@ def _layer_in(name: str) -> int | None:
 class PrecisionConfig:
     """The options of a precision check.
 
-    >>> PrecisionConfig.make("level=2,format=md5,md5_tolerance=1e-3", {}).level
+    >>> PrecisionConfig.make({"level": "2", "format": "md5", "md5_tolerance": "1e-3"}).level
     2
     """
 
@@ -393,24 +393,14 @@ class PrecisionConfig:
     """Whether an error raises `NonFiniteError`, after its line is written."""
 
     @classmethod
-    def make(cls, config: str | Mapping[str, Any] | PrecisionConfig | None, options: Mapping[str, Any]) -> Self:
-        """Return what ``config`` says, with the keywords ``options`` in front of it."""
-        if isinstance(config, PrecisionConfig):
-            given: dict[str, Any] = dataclasses.asdict(config)
-        elif isinstance(config, str):
-            given = _pairs(config)
-        elif config is None or isinstance(config, Mapping):
-            given = dict(config or {})
-        else:
-            raise OptionError(f"config is a string such as 'level=1,format=md5', or a dict; got {type_name(config)}.")
-        given |= options
-        for key in given:
-            _check_key(key)
-        values: dict[str, Any] = {key: _read(key, value) for key, value in given.items()}
-        return cls(**values)
+    def make(cls, given: Mapping[str, Any]) -> Self:
+        """Return the options that ``given`` names."""
+        return cls(**{key: _read(key, value) for key, value in given.items()})
 
 
 def _pairs(text: str) -> dict[str, Any]:
+    if not isinstance(text, str):
+        raise OptionError(f"config is a string such as 'level=1,format=md5', got {type_name(text)}; or give keywords.")
     found: dict[str, Any] = {}
     for item in text.split(",") if text.strip() else ():
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -421,16 +411,8 @@ def _pairs(text: str) -> dict[str, Any]:
             )
         if key in found:
             raise OptionError(f"The config {text!r} gives {key!r} twice; keep one.")
-        _check_key(key)
         found[key] = value
     return found
-
-
-def _check_key(key: str) -> None:
-    if key not in _VALUES:
-        raise OptionError(
-            f"A precision check has no {key!r}.{did_you_mean(key, _VALUES)} The keys: {', '.join(_VALUES)}."
-        )
 
 
 _FLAG: Final = "true or false", {"true": True, "1": True, "false": False, "0": False}
@@ -451,7 +433,11 @@ _VALUES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def _read(key: str, value: Any) -> Any:
-    """Return what a value of that key means; raise if it means nothing."""
+    """Return what a value of that key means; raise if there is no such key, or it means nothing."""
+    if key not in _VALUES:
+        raise OptionError(
+            f"A precision check has no {key!r}.{did_you_mean(key, _VALUES)} The keys: {', '.join(_VALUES)}."
+        )
     if key == "path" and isinstance(value, str | Path) and str(value):
         return str(value)
     if key == "md5_tolerance" and isinstance(value, str | int | float) and not isinstance(value, bool):

@@ -688,7 +688,7 @@ def _mean_of(tensors: Sequence[Tensor], dims: Sequence[int] | None, name: str) -
 
 def _all_but_units(tensor: Tensor) -> tuple[int, ...]:
     """Return every dimension but that of the units: the last, or the channels of images."""
-    units = unit_axis(tensor, None)
+    units = unit_axis(tensor)
     return tuple(dim for dim in range(tensor.dim()) if dim != units)
 
 

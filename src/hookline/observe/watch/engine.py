@@ -47,7 +47,7 @@ class AliveUnits:
 
     def take(self, tensor: Tensor, scale: Any = None) -> None:
         """Mark the units that are not zero in ``tensor``, whatever its scale."""
-        dim = unit_axis(tensor, None)
+        dim = unit_axis(tensor)
         if dim is None or not tensor.numel():
             return
         others = [index for index in range(tensor.dim()) if index != dim]
