@@ -8,31 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["HOOK_DICTS", "Returns", "assert_untouched"]
+import hookline as hl
 
-HOOK_DICTS = [
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-]
-
-
-GLOBAL_DICTS = [
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_hooks_with_kwargs",
-    "_global_forward_hooks_always_called",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-]
+__all__ = ["Returns", "assert_untouched"]
 
 
 class Returns(nn.Module):
@@ -48,13 +26,13 @@ class Returns(nn.Module):
 
 
 def assert_untouched(model: nn.Module) -> None:
-    """Assert that every hook dictionary of every module is empty, and nothing else of ours is on the instance."""
+    """Assert that torch's dictionaries of hooks are empty, and that nothing of ours is on the model or its process."""
+    hl.assert_no_hooks(model, foreign=True)
     plain = vars(nn.Linear(1, 1))
     for name, module in model.named_modules():
-        for attribute in HOOK_DICTS:
-            assert not getattr(module, attribute), (name, attribute)
+        added = {attribute for attribute in ("_call_impl", "forward") if attribute in vars(module)}
+        filled = {key for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict) and value}
+        assert added | filled == set(), name
         assert module._is_full_backward_hook == plain["_is_full_backward_hook"], name
-        assert "_call_impl" not in vars(module), name
-        assert "forward" not in vars(module), name
-    for attribute in GLOBAL_DICTS:
-        assert not getattr(torch_module, attribute), attribute
+    dictionaries = {key: value for key, value in vars(torch_module).items() if key.startswith("_global_")}
+    assert [key for key, value in dictionaries.items() if isinstance(value, dict) and value] == []

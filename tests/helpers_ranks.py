@@ -1,21 +1,25 @@
 """Run a function in several real processes that talk over gloo, and collect what each returns.
 
-Tests of ranks call `run_ranks`. Ranks are forked where torch is imported already, but meeting takes them half a second,
-so one launch should make many checks: a function that returns a dictionary with one entry per check, or `run_cases`.
+Tests of ranks call `run_ranks`, or are cases of `RankTests`. Ranks are forked where torch is imported already, but
+meeting takes them half a second, so one launch should make many checks.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers_waiting import PATIENCE
 from helpers_warm import WarmPopen
 
@@ -95,29 +99,88 @@ def run_cases(cases: Sequence[Callable[[], Any]]) -> dict[str, Any]:
     To be called on a rank; the test then looks at each case by itself. A case that raises on one rank alone leaves the
     others waiting, so cases catch what they expect.
     """
+    return _run_named({case.__name__: case for case in cases})
+
+
+def _run_named(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for case in cases:
+    for name, case in cases.items():
         try:
-            found[case.__name__] = case()
+            found[name] = case()
         except Exception:
-            found[case.__name__] = f"raised: {traceback.format_exc()}"
+            found[name] = f"raised: {traceback.format_exc()}"
     return found
+
+
+class RankTests:
+    """Tests whose bodies run on every rank, all of a file in one launch, which the first test makes.
+
+    Recipe: ``on_ranks = RankTests(__file__)`` at the top of a file, under that name, and ``@on_ranks.case`` above a
+    test, or ``@on_ranks.case(how=["ddp", "fsdp2"])`` above one that takes ``how``. A test fails with the traceback of
+    the first rank on which it did. A case ends on every rank, or on none: it asserts when all have met for the last
+    time.
+
+    Args:
+        file: The file of the tests.
+        options: Those of `run_ranks`.
+    """
+
+    def __init__(self, file: str, **options: Any) -> None:
+        self._file, self._options = file, options
+        self._cases: dict[str, Callable[[], Any]] = {}
+
+    def case(self, function: Callable[..., None] | None = None, **axis: Sequence[Any]) -> Any:
+        """Return the test of a case, with values for its argument if it has one."""
+        if function is None:
+            return functools.partial(self.case, **axis)
+        name = function.__name__
+        if not axis:
+            self._cases[name] = function
+            return functools.wraps(function)(lambda: self._check(name))
+        ((argument, values),) = axis.items()
+        for place, value in enumerate(values):
+            self._cases[f"{name} {place}"] = functools.partial(function, value)
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            self._check(f"{name} {values.index(given[argument])}")
+
+        return pytest.mark.parametrize(argument, values)(test)
+
+    def __call__(self) -> dict[str, Any]:
+        """Run every case; called on a rank."""
+        warnings.simplefilter("ignore")
+        return _run_named(self._cases)
+
+    @functools.cached_property
+    def _found(self) -> list[dict[str, Any]]:
+        return run_ranks(f"{self._file}:on_ranks", **self._options)
+
+    def _check(self, name: str) -> None:
+        for rank, found in enumerate(self._found):
+            if found[name] is not None:
+                raise RanksFailed(f"On rank {rank}: {found[name]}")
 
 
 # -- in the processes ----------------------------------------------------------------------------------------
 
 
 def _load(where: str) -> Callable[..., Any]:
+    """Import a file by its path, with asserts that show their values, and return what has that name in it."""
     import importlib.util
+
+    from _pytest.assertion.rewrite import rewrite_asserts
 
     path, _, name = where.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[Path(path).stem] = module
-    spec.loader.exec_module(module)
+    source = Path(path).read_bytes()
+    tree = ast.parse(source)
+    rewrite_asserts(tree, source, path)
+    exec(compile(tree, path, "exec"), vars(module))
     loaded: Callable[..., Any] = getattr(module, name)
     return loaded
 

@@ -60,10 +60,6 @@ def make_model() -> nn.Module:
     return model
 
 
-def hook(module, args, output):
-    """A forward hook that does nothing."""
-
-
 @pytest.mark.parametrize(("name", "builtins"), sorted(BUILTINS.items()))
 def test_each_error_is_also_the_builtin_one_would_guess(name, builtins):
     """``except KeyError`` around a mistyped name does what it looks like."""
@@ -93,46 +89,6 @@ def test_each_error_prints_its_sentence_unquoted_and_survives_pickling(name):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
-
-
-BAD = {
-    "unknown kind": (("*", hook), {"on": "foward"}, errors.KindError, r"'foward'.*[Nn]earest: 'forward'.*Kinds: "),
-    "with_kwargs on a backward hook": (
-        ("*", hook),
-        {"on": "backward", "with_kwargs": True},
-        errors.OptionError,
-        r"with_kwargs.*'backward'.*goes with forward, forward_pre",
-    ),
-    "always_call on a pre-hook": (
-        ("*", lambda module, args: None),
-        {"on": "forward_pre", "always_call": True},
-        errors.OptionError,
-        r"always_call.*'forward_pre'.*goes with forward",
-    ),
-    "a hook that is not callable": (("*", "print"), {}, errors.HookSignatureError, r"callable.*'print'"),
-    "a mistyped name": (
-        ("outr.*", hook),
-        {},
-        errors.NoMatchError,
-        r"No module matches 'outr\.\*'.*nearest: .*'outer'.*hookline\.find",
-    ),
-    "a type the model does not have": (
-        (nn.Conv2d, hook),
-        {},
-        errors.NoMatchError,
-        r"is a Conv2d; it has Sequential ×2, Linear ×2, ReLU ×1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", sorted(BAD))
-def test_bad_input_is_refused_in_words_and_leaves_nothing(case):
-    """Each says asked, found and next, and nothing is attached."""
-    arguments, options, ours, message = BAD[case]
-    model = make_model()
-    with pytest.raises(ours, match=message):
-        hl.attach(model, *arguments, **options)
-    assert_untouched(model)
 
 
 @pytest.mark.parametrize("forgotten", ["inner", nn.Linear, (nn.Linear, nn.ReLU), re.compile("inner")])

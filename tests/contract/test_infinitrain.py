@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers_models import assert_same_grads, leaf, logger, mlp, twin
+from helpers_models import Fn, assert_same_grads, leaf, logger, mlp, twin
 from torch import nn
 
 import hookline as hl
@@ -17,20 +17,6 @@ FORWARD_KINDS = ["forward_pre", "forward"]
 BACKWARD_KINDS = ["backward_pre", "backward", "full_backward"]
 GRADIENT_KINDS = ["backward_pre", "backward"]
 RUN_KINDS = FORWARD_KINDS + BACKWARD_KINDS
-
-
-class PassThrough(nn.Module):
-    def forward(self, x):
-        return x
-
-
-class TwoOps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
 
 
 class Reuse(nn.Module):
@@ -133,7 +119,7 @@ def test_a_block_called_three_times_numbers_its_calls_anew_in_each_iteration(kin
 @pytest.mark.parametrize("returns", [None, "same"], ids=["observing", "editing"])
 def test_a_pass_through_module_reports_itself_once_and_not_its_producer(returns):
     """Hooks on a module that returns its input fire once, for it; the producer's hook fires once, for the producer."""
-    model, events = nn.Sequential(nn.Linear(3, 4), PassThrough(), nn.Linear(4, 2)), []
+    model, events = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 2)), []
 
     def hook(module, grad_input, grad_output, *, site):
         events.append((site.name, grad_input[0], grad_output[0]))
@@ -152,7 +138,7 @@ def test_a_pass_through_module_reports_itself_once_and_not_its_producer(returns)
 @pytest.mark.parametrize("returns", [None, "same"], ids=["observing", "editing"])
 def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns):
     """For Linear then tanh, grad_input belongs to the module's input, without weights; grad_output to its output."""
-    module, x, seen = TwoOps(), leaf(4, 3), []
+    module, x, seen = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), leaf(4, 3), []
     reference, x_reference = copy.deepcopy(module), twin(x)
 
     def hook(module, grad_input, grad_output):
@@ -176,15 +162,11 @@ def test_a_hook_that_takes_kwargs_may_be_removed_in_the_middle_of_a_call(kind):
     """Options are kept with the hook: a with_kwargs hook removed by an earlier one still gets its kwargs."""
     seen = []
 
-    class Scale(nn.Module):
-        def forward(self, x, *, by):
-            return x * by
-
     def remover(*_):
         if seen:
             later.remove()
 
-    module = Scale()
+    module = Fn(lambda x, *, by: x * by)
     hl.attach(module, remover, on=kind)
     later = hl.attach(module, lambda module, args, kwargs, *_: seen.append(kwargs["by"]), on=kind, with_kwargs=True)
     for by in (2.0, 3.0, 4.0):
@@ -215,17 +197,6 @@ FUNCTIONS = {
     "class": (Twice, lambda a, b: Twice.apply(a, b)),
 }
 each_function = pytest.mark.parametrize("what", FUNCTIONS)
-
-
-class Calls(nn.Module):
-    """A module with one function in its forward."""
-
-    def __init__(self, run):
-        super().__init__()
-        self.run = run
-
-    def forward(self, a, b):
-        return self.run(a, b)
 
 
 @each_function
@@ -260,7 +231,7 @@ def test_function_hooks_of_each_kind_get_what_the_source_documents(what):
 def test_module_and_function_hooks_open_and_close_like_brackets(what):
     """module pre, function pre, function post, module post; the same in the backward pass."""
     target, run = FUNCTIONS[what]
-    module, events = Calls(run), []
+    module, events = Fn(run), []
     kinds = ("forward_pre", "forward_post", "backward_pre", "backward_post")
     handles = [hl.attach_function(target, logger(events, f"function {kind}"), on=kind) for kind in kinds]
     handles += [hl.attach(module, logger(events, f"module {kind}"), on=kind) for kind in kinds]
@@ -302,22 +273,16 @@ def test_the_calls_of_a_function_are_numbered_anew_in_each_iteration(kind):
     assert calls == [("block", step, call) for step in range(2) for call in order]
 
 
-class Poisoned(nn.Module):
-    """Adds ``value`` to one entry."""
+def poisoned(value):
+    """A model whose third layer adds ``value`` to one entry."""
 
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, x):
+    def poison(x):
         mask = torch.zeros_like(x)
-        mask[0, 0] = self.value
+        mask[0, 0] = value
         return x + mask
 
-
-def poisoned(value):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Poisoned(value), nn.Tanh(), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Fn(poison), nn.Tanh(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("form", ["simple", "md5"])

@@ -184,20 +184,6 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
     ]
 
 
-def test_an_intervention_reads_what_observers_found_in_this_firing():
-    read = []
-
-    class Reads(hl.InterventionHook):
-        hook_points = {HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            read.append(self.manager.get_last_metrics())
-
-    manager = hl.HookManager(hooks=[Reads(), Observer(HookPoint.POST_EPOCH)])
-    hl.epoch_loop(rich_experiment(), epochs=2, manager=manager)
-    assert read == [{"observer/count": 1}, {"observer/count": 2}]
-
-
 def test_batch_gradients_are_those_of_autograd_and_leave_the_others_alone():
     found = []
     fails = [False]

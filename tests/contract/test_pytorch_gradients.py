@@ -250,40 +250,30 @@ def tensors_in(value):
 
 
 @EDITING
+@pytest.mark.parametrize("used", [(10, 100), (None, 1)], ids=["both", "one"])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_backward_hooks_yield_the_gradient_of_each_tensor_of_a_structured_output(structure, editing):
-    """Whatever holds the outputs, each of its tensors has its gradient reported, and its type is kept."""
+def test_backward_hooks_yield_the_gradient_of_each_tensor_of_a_structured_output(structure, used, editing):
+    """Whatever holds the outputs, each of its tensors has its gradient reported, and its type is kept.
+
+    One that the loss does not use has None, and does not silence the other.
+    """
     make, seen, pre, x = STRUCTURES[structure], [], [], leaf(2)
     module = Fn(lambda x: make(x * 2, x * 3))
     hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
     hl.attach(module, lambda m, grad_output: pre.append(grad_output), on="backward_pre")
     output = module(x)
     assert type(output) is type(make(x, x))
-    first, second = tensors_in(output)
-    assert torch.equal(first, x * 2)
-    assert torch.equal(second, x * 3)
-    (first * 10 + second * 100).sum().backward()
+    outputs = tensors_in(output)
+    assert [torch.equal(each, x * factor) for each, factor in zip(outputs, (2, 3), strict=True)] == [True, True]
+    sum(each * factor for each, factor in zip(outputs, used, strict=True) if factor).sum().backward()
     [(grad_input, grad_output)] = seen
+    assert (grad_output[0] is None) == (used[0] is None)
     grads = [grad for grad in grad_output if grad is not None]
-    assert [grad.tolist() for grad in grads] == [[10.0, 10.0], [100.0, 100.0]]
-    assert [grad.tolist() for grad in grad_input] == [[320.0, 320.0]]
-    assert [grad.tolist() for grad in x.grad] == [320.0, 320.0]
+    assert [grad.tolist() for grad in grads] == [[float(factor)] * 2 for factor in used if factor]
+    share = 2.0 * (used[0] or 0) + 3 * used[1]
+    assert [grad.tolist() for grad in grad_input] == [[share] * 2]
+    assert x.grad.tolist() == [share] * 2
     assert [grad for grad in pre[0] if grad is not None] == grads
-
-
-@EDITING
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_an_output_that_the_loss_does_not_use_has_no_gradient_and_does_not_silence_the_other(structure, editing):
-    """If only one of two outputs is used, the hook fires once, with None for the other."""
-    make, seen, x = STRUCTURES[structure], [], leaf(2)
-    module = Fn(lambda x: make(x * 2, x * 3))
-    hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
-    _, second = tensors_in(module(x))
-    second.sum().backward()
-    [(grad_input, grad_output)] = seen
-    assert grad_output[0] is None
-    assert [grad.tolist() for grad in grad_output if grad is not None] == [[1.0, 1.0]]
-    assert [grad.tolist() for grad in grad_input] == [[3.0, 3.0]]
 
 
 def test_a_hook_is_told_which_tensor_each_gradient_belongs_to():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import warnings
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from helpers_contract import EDITING, gradient_spy
 from helpers_models import Args, Broken, Fn, Scale, leaf, logger, mlp
 from helpers_modules import assert_untouched
+from helpers_sites import COPIES
 from torch import nn
 
 import hookline as hl
@@ -207,22 +205,8 @@ def test_attachment_is_all_or_nothing_when_a_module_refuses():
     assert hl.attached(model) == []
 
 
-def round_trip_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def round_trip_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = pytest.mark.parametrize("make", [copy.deepcopy, round_trip_pickle, round_trip_save])
-
-
-@COPIES
-def test_a_copy_keeps_the_hooks_of_others_and_saves_and_loads_beside_them(make):
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_a_copy_keeps_the_hooks_of_others_and_saves_and_loads_beside_them(duplicate):
     """A foreign state hook next to ours comes along, as in torch, and state_dict() of the copy works."""
     model = mlp()
     for kind in STATE_KINDS:
@@ -231,7 +215,7 @@ def test_a_copy_keeps_the_hooks_of_others_and_saves_and_loads_beside_them(make):
     model.register_state_dict_post_hook(kind_hook)
     model.register_load_state_dict_pre_hook(kind_hook)
     model.register_load_state_dict_post_hook(kind_hook)
-    copied = make(model)
+    copied = COPIES[duplicate](model)
     FOREIGN.clear()
     copied.load_state_dict(copied.state_dict())
     assert len(FOREIGN) == 4

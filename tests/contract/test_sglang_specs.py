@@ -304,6 +304,60 @@ def test_the_flag_on_without_specs_is_one_warning_and_off_with_specs_nothing(hoo
     assert_bare(model)
 
 
+def test_initialize_attaches_once(calls, log):
+    """Called again it does nothing, also when the hooks are off again."""
+    runner = ModelRunner(T(), ServerArgs(enable_hooks=True, hooks=[spec("outer.0", "outer.1")]))
+    runner.initialize()
+    runner.initialize()
+    run(runner.model)
+    assert [call["tag"] for call in calls] == ["t", "t"]
+    assert log("INFO") == [f"Registered forward hook 't' on outer.{number}" for number in (0, 1)]
+    runner.hook_handles.remove()
+    runner.hook_handles.remove()
+    runner.initialize()
+    calls.clear()
+    run(runner.model)
+    assert calls == []
+    assert_bare(runner.model)
+
+
+def test_closing_takes_hooks_off_and_has_them_write(calls):
+    """In that order; removing alone leaves them as they are."""
+    closed = []
+
+    class Hook:
+        def __call__(self, module, inputs, output):
+            pass
+
+        def close(self):
+            closed.append(len(hl.attached(runner.model)))
+
+    specs = [{"target_modules": ["outer.0"], "hook_factory": lambda config: Hook()}]
+    runner = ModelRunner(T(), ServerArgs(forward_hooks=specs))
+    runner.initialize()
+    runner.register_hooks([spec("outer.1")])
+    run(runner.model)
+    assert [call["tag"] for call in calls] == ["t"]
+    runner.hook_handles.remove()
+    assert closed == []
+    runner.close()
+    assert closed == [0]  # when nothing could be shown to it any more
+    assert_bare(runner.model)
+
+
+def test_strict_and_allow_are_handed_on(log):
+    """To the start, and to later calls."""
+    shipped = spec("nowhere.*", hook_factory="hookline.testing.model_hooks:dummy_hook_factory")
+    runner = ModelRunner(T(), ServerArgs(forward_hooks=[shipped]))
+    for options, error in (({"strict": True}, NoMatchError), ({"allow": ["other"]}, hl.errors.NotAllowedError)):
+        with pytest.raises(error):
+            runner.initialize(**options)
+        with pytest.raises(error):
+            runner.register_hooks([shipped], **options)
+    runner.initialize(allow=["hookline.testing"])
+    assert log("WARNING") == ["No modules matched hook spec 't' patterns=['nowhere.*']"]
+
+
 @pytest.mark.parametrize("pattern", ["outer.0", "_orig_mod.outer.0", "outer.2", "_orig_mod.outer.2", "*outer.0"])
 def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, pattern):
     """Each module once, by its first clean name."""

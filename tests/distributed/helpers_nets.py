@@ -1,10 +1,12 @@
-"""A small model in float64 and the ways to spread it over ranks: DDP, FSDP2, tensor and pipeline parallel."""
+"""A small model in float64, the ways to spread it over ranks, and how an error of all ranks reads."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from hookline.errors import RankError
 
 BATCH, TOKENS, STEPS = 8, 4, 3
 STATS = ["mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite", "over:1", "histogram"]
@@ -135,3 +139,10 @@ def train_pipeline(model: Stage, optimizer: Any, groups: list[Any]) -> None:
 
 def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return the text of the RankError that ``call`` raises, with its ranks."""
+    with pytest.raises(RankError) as caught:
+        call()
+    return f"{caught.value} {caught.value.ranks}"

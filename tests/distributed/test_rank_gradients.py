@@ -2,76 +2,211 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import logging
 from typing import Any
 
 import pytest
 import torch
-from helpers_ranks import run_ranks
-from torch import nn
+import torch.distributed as dist
+from helpers_nets import SmallNet, loss_of, small_net
+from helpers_ranks import RankTests
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-SCENARIOS = Path(__file__).with_name("gradient_scenarios.py")
+on_ranks = RankTests(__file__)
+HOW = ["ddp", "fsdp2"]
 
 
-@pytest.fixture(scope="module")
-def both() -> list[dict[str, Any]]:
-    """What each of two ranks found in every case."""
-    return run_ranks(f"{SCENARIOS}:all_gradients")
+class HouseNet(SmallNet):
+    """With dropout, and a part that activation checkpointing computes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.relu(self.embed(x)))
+        x = checkpoint(lambda y: self.act(self.up(y)), x, use_reentrant=False)
+        return self.head(self.dropout(self.down(x)))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_gradients_before_the_reduction_are_those_of_one_rank(both, how):
+def house_net() -> HouseNet:
+    torch.manual_seed(3)
+    return HouseNet().double()
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    """DDP, FSDP2, or the model as it is."""
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if how == "fsdp2":
+        for module in (model.up, model.down, model):
+            fully_shard(module)
+    return model
+
+
+def rank_batch(step: int, part: int = 0, rank: int | None = None) -> Tensor:
+    """Another batch for each step, micro-batch and rank."""
+    seed = 1000 * step + 10 * part + (dist.get_rank() if rank is None else rank)
+    return torch.randn(3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def no_sync(model: nn.Module, how: str, last: bool) -> Any:
+    """Accumulate without a reduction, until the last micro-batch."""
+    if how == "fsdp2":
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if how == "ddp" and not last else contextlib.nullcontext()
+
+
+def train(model: nn.Module, how: str, optimizer: Any, steps: int, parts: int = 1, batches: Any = rank_batch) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            with no_sync(model, how, part == parts - 1):
+                loss_of(model(batches(step, part))).backward()
+        optimizer.step()
+
+
+def gradients_of(rank: int, part: int = 0) -> dict[str, Tensor]:
+    """The gradients of the first step on the batch of one rank, in one process."""
+    model = small_net()
+    loss_of(model(rank_batch(0, part, rank))).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@on_ranks.case(how=HOW)
+def test_gradients_before_the_reduction_are_those_of_one_rank(how):
     """Before: this rank's own batch alone. After: the mean over ranks. All local ones: root mean square over ranks."""
-    for found in both:
-        norms = found[f"before_and_after_{how}"]
-        assert len(norms) == 30
-        assert [got for got, _ in norms.values()] == pytest.approx([want for _, want in norms.values()], rel=1e-12)
-    first, second = (found[f"before_and_after_{how}"] for found in both)
-    assert all(first[name] != second[name] for name in first if name.endswith("/local"))
+    model = wrapped(small_net(), how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = hl.watch(model, on=["param_grad", "param_grad_local"], stats="norm", optimizer=optimizer)
+    train(model, how, optimizer, 1)
+    own, every = watch.to_metrics(local=True), watch.to_metrics()
+    watch.remove()
+    hl.assert_no_hooks(model)
+    by_rank = [gradients_of(rank) for rank in range(2)]
+    assert len(by_rank[0]) == 10
+    for name in by_rank[0]:
+        both = torch.stack([each[name] for each in by_rank])
+        norms = torch.stack([each.norm() for each in both])
+        assert norms[0] != norms[1]
+        found = own[f"{name}/param_grad_local/norm"], every[f"{name}/param_grad_local/norm"]
+        expected = norms[dist.get_rank()], norms.square().mean().sqrt()
+        assert found == pytest.approx([each.item() for each in expected], rel=1e-12)
+        assert every[f"{name}/param_grad/norm"] == pytest.approx(both.mean(0).norm().item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_micro_batches_count_each_and_recomputation_does_not(both, how):
+@on_ranks.case(how=HOW)
+def test_micro_batches_count_each_and_recomputation_does_not(how):
     """Three steps of two micro-batches; the module ``up`` is computed twice by activation checkpointing."""
-    for found in both:
-        fired = found[f"accumulated_{how}"]
-        assert {label: count for label, count in fired.items() if count != 6} == {
-            f"{name}.{kind}/param_grad": 3 for name in ("up", "head") for kind in ("weight", "bias")
-        }
+    model = wrapped(house_net(), how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ["forward", "backward", "param_grad", "param_grad_local"]
+    with hl.watch(model, ["up", "head"], on=kinds, optimizer=optimizer) as watch:
+        train(model, how, optimizer, 3, parts=2)
+        fired = watch.report()["fired"]
+    assert {label: count for label, count in fired.items() if count != 6} == {
+        f"{name}.{kind}/param_grad": 3 for name in ("up", "head") for kind in ("weight", "bias")
+    }
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_a_watched_run_ends_with_the_same_bits(both, how):
+def outcome(how: str, hooking: Any) -> list[Tensor]:
+    """Train 20 steps, and return all weights, optimizer state and the next random number."""
+    model = wrapped(house_net(), how)
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handles = hooking(model, optimizer)
+    train(model, how, optimizer, 20, parts=2)
+    for handle in handles:
+        handle.remove()
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    found = [*model.parameters(), *state, torch.rand(3)]
+    return [(each.to_local() if hasattr(each, "to_local") else each).detach().clone() for each in found]
+
+
+def observers(model: nn.Module, optimizer: Any) -> list[Any]:
+    kinds = ["forward", "backward", "param", "param_grad", "param_grad_local"]
+    watch = hl.watch(model, on=kinds, optimizer=optimizer)
+    hl.attach_optimizer(optimizer, lambda *args: watch.to_metrics(), on="step_post")
+    return [watch, hl.watch(model, every=2), hl.observe.alarm(model, optimizer=optimizer, spike=10)]
+
+
+def meddler(model: nn.Module, optimizer: Any) -> list[Any]:
+    return [hl.attach(model, "head", lambda module, args, output: output * (1 + 1e-15))]
+
+
+@on_ranks.case(how=HOW)
+def test_a_watched_run_ends_with_the_same_bits(how):
     """Watch of every kind, read over ranks at every step, and alarm: 20 steps, dropout, AdamW; a meddler is noticed."""
-    for found in both:
-        assert found[f"same_bits_{how}"] == {"observers": True, "meddler": False}
+    plain, watched, meddled = (outcome(how, hooking) for hooking in (lambda *_: [], observers, meddler))
+    assert len(plain) == len(watched) == len(meddled)
+    assert all(map(torch.equal, plain, watched))
+    assert not all(map(torch.equal, plain, meddled))
 
 
-@pytest.mark.parametrize(
-    ("case", "place", "what"),
-    [
-        ("nan_forward_ddp", "up/forward", "NaN"),
-        ("nan_forward_fsdp2", "down/forward", "NaN"),
-        ("inf_backward_ddp", "norm/backward", "Inf"),
-    ],
+@on_ranks.case(
+    fault=[
+        ("ddp", "forward", "up", "NaN"),
+        ("fsdp2", "forward", "down", "NaN"),
+        ("ddp", "backward_pre", "norm", "Inf"),
+    ]
 )
-def test_the_first_trouble_names_step_micro_batch_rank_and_layer(both, case, place, what):
-    """One rank has NaN in one micro-batch; from the next step on, every rank has."""
-    for found in both:
-        assert found[case]["first"] == (2, 1, 1, place, what, [2, 1, 1])
-        assert found[case]["text"].startswith("step 2, rank 1, micro-batch 1, batch [2, 1, 1]: " + what)
-    assert both[0][case]["own"] == [(3, 0)]
-    assert both[1][case]["own"] == [(2, 1)]
+def test_the_first_trouble_names_step_micro_batch_rank_and_layer(fault):
+    """On rank 1 in the second micro-batch of the third step, in an output or its gradient; from then on everywhere."""
+    how, on, name, what = fault
+    logging.getLogger("hookline.observe.alarm").setLevel(logging.ERROR)
+    model = wrapped(house_net(), how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    now = {"step": -1, "part": -1}
+
+    def batches(step: int, part: int) -> Tensor:
+        now.update(step=step, part=part)
+        alarm.note_batch([step, part, dist.get_rank()])
+        return rank_batch(step, part)
+
+    def is_now() -> bool:
+        return dist.get_rank() == 1 and now == {"step": 2, "part": 1}
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        return output * float("nan") if is_now() else None
+
+    def spoil_gradient(module: nn.Module, grads: Any) -> Any:
+        return tuple(grad * float("inf") for grad in grads) if is_now() else None
+
+    hook = hl.attach(model, name, spoil if on == "forward" else spoil_gradient, on=on)
+    alarm = hl.observe.alarm(model, optimizer=optimizer)
+    train(model, how, optimizer, 4, parts=2, batches=batches)
+    first, own = alarm.gather()[0], alarm.troubles[0]
+    hook.remove()
+    alarm.remove()
+    place = f"{name}/{on.removesuffix('_pre')}"
+    assert (first.step, first.micro_batch, first.rank, first.place, first.what, first.batch) == (
+        *(2, 1, 1, place, what),
+        [2, 1, 1],
+    )
+    assert str(first).startswith("step 2, rank 1, micro-batch 1, batch [2, 1, 1]: " + what)
+    assert (own.step, own.rank) == [(3, 0), (2, 1)][dist.get_rank()]
 
 
-def test_a_spike_is_found_on_its_rank(both):
+@on_ranks.case
+def test_a_spike_is_found_on_its_rank():
     """The gradient of the whole output is the first that is a thousand times as large; forwards are as ever."""
-    for rank, found in enumerate(both):
-        troubles, text = found["spikes"]
-        assert [trouble[:4] for trouble in troubles] == [(8, 0, "spike", "backward")]
-        assert ("spike" in text) is (rank == 0)
+    logging.getLogger("hookline.observe.alarm").setLevel(logging.ERROR)
+    model = wrapped(small_net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with hl.observe.alarm(model, optimizer=optimizer, spike=20) as alarm:
+        for step in range(10):
+            optimizer.zero_grad()
+            factor = 1000 if step == 8 and dist.get_rank() == 0 else 1
+            (loss_of(model(rank_batch(step))) * factor).backward()
+            optimizer.step()
+        found, text = alarm.gather(), str(alarm)
+    assert [(each.step, each.rank, each.what, each.place) for each in found] == [(8, 0, "spike", "backward")]
+    assert ("spike" in text) is (dist.get_rank() == 0)
 
 
 # -- one process -----------------------------------------------------------------------------------------------

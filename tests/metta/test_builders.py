@@ -150,7 +150,6 @@ def counted_in(how: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("how", ["component", "policy"])
 def test_a_compiled_component_is_tracked(name, how):

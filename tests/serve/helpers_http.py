@@ -103,10 +103,6 @@ class ServerProcess:
 # -- factories -------------------------------------------------------------------------------------------------
 
 
-def gives_none(config: dict[str, Any]) -> None:
-    """A factory that makes nothing."""
-
-
 def raises(config: dict[str, Any]) -> Any:
     """A factory that fails."""
     raise RuntimeError("no such thing in stock")

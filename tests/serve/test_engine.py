@@ -10,7 +10,6 @@ from helpers_serve import (
     alone,
     ask,
     prompts,
-    save_seeded,
     small_model,
     started,
 )
@@ -41,11 +40,9 @@ def test_greedy_answers_are_those_of_generate_whatever_shares_the_batch(tiny, en
 
 
 def _gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=96, initializer_range=0.3)
-    config.eos_token_id = config.bos_token_id = None
-    return save_seeded(GPT2LMHeadModel, config, None)
+    return small_model("GPT2", GPT2LMHeadModel)
 
 
 def _windowed(kind, **options):
@@ -86,7 +83,7 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
                 use_cache=use_cache,
             )
 
-    model = save_seeded(Confused, _gpt2().config, None)
+    model = small_model("GPT2", Confused)
     with pytest.raises(OptionError, match=r"Confused gives .* padded batch, .*--max-batch 1"):
         Engine(model)
     engine = started(model, max_batch=1)

@@ -67,14 +67,6 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
             assert answer.finished.states is None
 
 
-def _goes_in(engine, request, answer) -> bool:
-    try:
-        engine.submit(request, answer)
-    except EngineBusy:
-        return False
-    return True
-
-
 def test_closing_under_load_tells_everybody_once(tiny) -> None:
     """Threads go on submitting while it closes: what was accepted ends, what was not is refused."""
     engine = started(*tiny, max_batch=8)

@@ -358,7 +358,7 @@ def test_copies_have_no_hooks_and_weights_of_their_own(ids: Tensor, tmp_path: An
 
 
 def test_hooks_on_the_module_and_inside_come_off_in_any_order(ids: Tensor) -> None:
-    """Both give the module a forward of its own while they are on; a third somebody has replaced it."""
+    """Both give the module a forward of its own while they are on."""
     fired: list[str] = []
     for order in ((0, 1), (1, 0)):
         model = Own()
@@ -375,14 +375,6 @@ def test_hooks_on_the_module_and_inside_come_off_in_any_order(ids: Tensor) -> No
         assert fired[4:] == [["part", "module"][order[0]]] * 2
         handles[order[1]].remove()
         assert not [each for each in model.modules() if "forward" in vars(each)]
-    model = Own()
-    own = model.layers[0]["attn"].forward
-    model.layers[0]["attn"].forward = lambda x: own(x) * 2
-    doubled = model(ids)
-    with hl.attach(model, "role:q.0", lambda m, a, o: None) as handle:
-        assert torch.equal(model(ids), doubled)
-    assert handle.report().fired == 1
-    assert torch.equal(model(ids), doubled)
 
 
 def test_blocks_by_number() -> None:

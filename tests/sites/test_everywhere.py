@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers_modules import assert_untouched
 from helpers_sites import ignore
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 import hookline as hl
-from hookline.sites._torch import HOOK_DICTS
 
 RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
 GLOBAL_DICTS = [
@@ -40,15 +40,6 @@ def make_model() -> nn.Sequential:
 
 def run(model: nn.Module) -> None:
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-
-
-def assert_no_trace(model: nn.Module) -> None:
-    for module in model.modules():
-        for attribute, extras in HOOK_DICTS.items():
-            for name in (attribute, *extras):
-                assert not getattr(module, name), (name, module)
-        assert "_call_impl" not in vars(module)
-    hl.assert_no_hooks(model, foreign=True)
 
 
 # -- reach ---------------------------------------------------------------------------------------------------
@@ -97,7 +88,7 @@ def test_modules_made_later_are_reached(kind):
         fired.clear()
         model(torch.ones(1, 2))
         assert len(fired) == 6
-    assert_no_trace(model)
+    assert_untouched(model)
 
 
 def test_names_are_those_seen_from_the_outermost_call():
@@ -133,4 +124,4 @@ def test_children_of_a_transformer_layer_in_eval_fire(kind):
     assert len(fired) == 2 * count
     assert torch.allclose(first, expected, atol=1e-6)
     assert torch.equal(first, second)
-    assert_no_trace(encoder)
+    assert_untouched(encoder)

@@ -134,7 +134,6 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("per_block", [False, True])
 @pytest.mark.parametrize("train", [False, True])

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 from collections import OrderedDict
 
 import pytest
 import torch
-from helpers_sites import ignore
+from helpers_modules import assert_untouched
+from helpers_sites import COPIES, ignore
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
-from hookline.sites import module_hooks as tables
-from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
-
-GLOBAL_DICTS = [
-    torch_module._global_module_registration_hooks,
-    torch_module._global_parameter_registration_hooks,
-    torch_module._global_buffer_registration_hooks,
-]
 
 
 def make_model() -> nn.Sequential:
@@ -41,20 +30,6 @@ def exercise(model: nn.Module) -> None:
         del module.guest
         module.register_buffer("guest", torch.ones(1))
         del module.guest
-
-
-def assert_no_trace(model: nn.Module, *, alone: bool = True) -> None:
-    """Every dictionary of torch's is empty, those of the process if the model is alone, and the instances are bare."""
-    for module in model.modules():
-        for attribute, extras in HOOK_DICTS.items():
-            for name in (attribute, *extras):
-                assert not getattr(module, name), (name, module)
-        assert "_call_impl" not in vars(module)
-        assert "forward" not in vars(module)
-        assert tables.existing_hooks(module) is None
-        assert list(parameter_hooks_of(module)) == []
-    assert GLOBAL_DICTS == [{}, {}, {}] or not alone
-    hl.assert_no_hooks(model, foreign=True)
 
 
 # -- sets ----------------------------------------------------------------------------------------------------
@@ -88,30 +63,19 @@ def test_a_failing_member_does_not_keep_the_others_on():
     with pytest.raises(ValueError, match="first"):
         handles.remove()
     assert log == ["b", "a"]
-    assert_no_trace(model)
+    assert_untouched(model)
 
 
 # -- copies --------------------------------------------------------------------------------------------------
 
 
-def roundtrip_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def roundtrip_torch(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, roundtrip_pickle, roundtrip_torch])
+@pytest.mark.parametrize("duplicate", COPIES)
 def test_a_model_that_keeps_its_handles_can_be_copied_and_saved(duplicate):
     """Handles stored on the model travel as handles that are off."""
     model = make_model()
     model.handle = hl.attach(model, "0", lambda *args: None)
     model.handles = hl.HandleSet([hl.attach(model, "1", lambda *args: None, on="backward")])
-    twin = duplicate(model)
+    twin = COPIES[duplicate](model)
     assert twin.handle.removed
     assert all(handle.removed for handle in twin.handles)
     exercise(twin)
@@ -122,7 +86,7 @@ def test_a_model_that_keeps_its_handles_can_be_copied_and_saved(duplicate):
     assert model.handle.report().fired == 1
     model.handle.remove()
     model.handles.remove()
-    assert_no_trace(model)
+    assert_untouched(model)
 
 
 def test_a_hook_is_found_when_what_it_was_on_is_gone() -> None:

@@ -68,13 +68,6 @@ def test_the_other_sources_names_are_aliases(alias, kind):
     assert Kind.parse(alias) is kind
 
 
-@pytest.mark.parametrize("name", ["legacy_backward", "backward_hook", "register_backward_hook"])
-def test_the_legacy_backward_hook_is_refused_with_a_pointer(name):
-    """torch's deprecated hook is named as such, with what to use."""
-    with pytest.raises(hl.errors.KindError, match=r"deprecated.*use on='backward'"):
-        Kind.parse(name)
-
-
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [("foward", "forward"), ("forwrd_pre", "forward_pre"), ("bakward", "backward"), ("state_dict", "state_dict_pre")],

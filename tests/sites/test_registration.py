@@ -52,48 +52,30 @@ def stored(kind: str, module: nn.Module, name: str = "guest") -> Any:
     return vars(module)[STORES[kind]].get(name)
 
 
-class Calls:
-    """A hook that keeps what it was called with."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[nn.Module, str, Any]] = []
-
-    def __call__(self, module: nn.Module, name: str, value: Any) -> None:
-        self.seen.append((module, name, value))
-
-
-# -- when it fires -------------------------------------------------------------------------------------------
+# -- when it fires, and what it may return ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["method", "setattr"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_fires_before_what_it_is_shown_is_stored(kind, how):
-    """By the method or by assignment: module, name, value, and nothing there yet."""
-    module, seen = nn.Identity(), []
+def test_it_fires_before_what_it_is_shown_is_stored_and_what_it_returns_is_stored_instead(kind, how):
+    """By the method or by assignment: module, name, value, and nothing there yet; the next hook is shown the other."""
+    module, seen, guest, replacement = nn.Identity(), [], MAKE[kind](), MAKE[kind]()
 
     def look(owner: nn.Module, name: str, value: Any) -> None:
-        seen.append((owner is module, name, value is guest, stored(kind, module)))
+        seen.append((owner is module, name, value, stored(kind, module)))
 
-    guest = MAKE[kind]()
-    with hl.attach(module, look, on=kind):
-        store(kind, module, value=guest) if how == "method" else setattr(module, "guest", guest)
-    assert seen == [(True, "guest", True, None)]
-    assert stored(kind, module) is guest
+    def replace(*args: object) -> Any:
+        return replacement
 
-
-# -- what it may return --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["method", "setattr"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_it_returns_is_stored_instead(kind, how):
-    """And shown to the hooks after it."""
-    module, calls, replacement = nn.Identity(), Calls(), MAKE[kind]()
-    with hl.attach(module, lambda *args: replacement, on=kind), hl.attach(module, calls, on=kind):
-        guest = MAKE[kind]()
-        store(kind, module, value=guest) if how == "method" else setattr(module, "guest", guest)
-    assert stored(kind, module) is replacement
-    assert [value is replacement for _, _, value in calls.seen] == [True]
+    for hooks, expected in (([look], [guest]), ([look, replace, look], [guest, replacement])):
+        with hl.HandleSet(hl.attach(module, hook, on=kind) for hook in hooks):
+            store(kind, module, value=guest) if how == "method" else setattr(module, "guest", guest)
+        assert [row[:2] for row in seen] == [(True, "guest")] * len(expected)
+        assert [row[2] is value for row, value in zip(seen, expected, strict=True)] == [True] * len(expected)
+        assert [row[3] for row in seen] == [None] * len(expected)
+        assert stored(kind, module) is expected[-1]
+        seen.clear()
+        delattr(module, "guest")
 
 
 @pytest.mark.parametrize(

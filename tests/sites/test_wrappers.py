@@ -18,9 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 import hookline as hl
 from hookline.sites.wrappers import unwrap
 
-# torch's own, while it compiles a block whose input is not a leaf.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
 Wrap = Callable[[nn.Module], nn.Module]
 
 

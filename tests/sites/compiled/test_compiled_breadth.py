@@ -26,11 +26,7 @@ from torch import nn
 
 import hookline as hl
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
-    # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 
 
 # -- every way to compile ----------------------------------------------------------------------------------

@@ -26,16 +26,13 @@ from helpers_compiled import (
     step,
     tensors_in,
 )
+from helpers_threads import in_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
-    # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 
 
 # -- calls -------------------------------------------------------------------------------------------------
@@ -236,18 +233,7 @@ def test_two_threads_on_one_compiled_model_count_apart() -> None:
     with hl.attach(model, "", note, observe=True):
         run(torch.zeros(3, 4))
         seen.clear()
-        barrier = threading.Barrier(2)
-
-        def work(value: float) -> None:
-            barrier.wait()
-            for _ in range(20):
-                run(torch.full((3, 4), value))
-
-        threads = [threading.Thread(target=work, args=(float(i),)) for i in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda number: [run(torch.full((3, 4), 1.0 + number)) for _ in range(20)])
     assert len(seen) == 40
     by_thread = {ident: {value for other, _, value in seen if other == ident} for ident, _, _ in seen}
     assert sorted(map(tuple, by_thread.values())) == [(1.0,), (2.0,)]

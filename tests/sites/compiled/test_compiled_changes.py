@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -68,54 +67,37 @@ def test_observers_come_after_hooks_that_others_register_later() -> None:
     assert seen[0] == seen[3] != 0.0
 
 
-@dataclasses.dataclass
-class Result:
-    """What some modules return."""
+class Scaled(nn.Module):
+    """A linear layer, scaled by numbers."""
 
-    value: Tensor
-    extra: Tensor
-
-
-class Gives(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Result:
-        y = self.inner(x)
-        return Result(y.tanh(), y * 2)
+    def forward(self, x: Tensor, scale: float, times: int) -> Tensor:
+        return self.linear(x) * scale * times
 
 
-class Takes(nn.Module):
+class Around(nn.Module):
+    """Hands its numbers to the layer."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.gives = Gives()
+        self.inner = Scaled()
 
-    def forward(self, x: Tensor, scale: float = 1.0, times: int = 1) -> Tensor:
-        result = self.gives(x)
-        return (result.value + result.extra) * scale * times
+    def forward(self, x: Tensor, scale: float, times: int) -> Tensor:
+        return self.inner(x, scale, times)
 
 
 def test_numbers_that_change_need_no_graph_each() -> None:
     """Neither whole ones nor others; the hook has the number of its call."""
-    model, x, seen = Takes(), torch.randn(3, 4), []
-    outer = nn.ModuleList([model])
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = outer[0]
-
-        def forward(self, x: Tensor, scale: float, times: int) -> Tensor:
-            return self.inner(x, scale, times)
-
-    whole = Around()
-    run = compiled(whole)
+    model, x, seen = Around(), torch.randn(3, 4), []
+    run = compiled(model)
     given = [(0.5 + i / 7, 2 + i) for i in range(7)]
     for scale, times in given:
         run(x, scale, times)
     bare = graphs()
-    with hl.attach(whole, "inner", lambda module, args, output: seen.append(args[1:]), observe=True):
+    with hl.attach(model, "inner", lambda module, args, output: seen.append(args[1:]), observe=True):
         for scale, times in given:
             run(x, scale, times)
     assert seen == given

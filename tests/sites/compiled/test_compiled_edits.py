@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
-    # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 
 
 def _gradients(model: nn.Module, run: Any, *args: Any) -> list[Tensor]:

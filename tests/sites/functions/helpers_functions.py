@@ -17,7 +17,6 @@ __all__ = [
     "Around",
     "Pair",
     "Scale",
-    "exp_hook",
     "fresh",
     "kinds_of",
     "label",
@@ -116,11 +115,6 @@ def matrices() -> tuple[Tensor, Tensor]:
 
 def nothing(fn: Any, *tensors: Any) -> None:
     """Watches, and notes nothing."""
-
-
-def exp_hook(events: list[Any]) -> hl.HookHandle:
-    """Attach a hook to ``torch.exp`` that notes its calls."""
-    return hl.attach_function(torch.exp, noting(events, "exp"))
 
 
 def noting(events: list[Any], label: Any) -> Callable[..., None]:

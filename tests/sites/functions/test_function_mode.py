@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_functions import Around, exp_hook, modes, noting
+from helpers_functions import Around, modes, noting
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -96,7 +96,7 @@ def test_foreign_modes_entered_and_left_around_a_hook_in_any_order(order: Any, l
     handle = None
     for name in order:
         if name == "h":
-            handle = exp_hook(events)
+            handle = hl.attach_function(torch.exp, noting(events, "exp"))
         else:
             foreign[name].__enter__()
     assert handle is not None
