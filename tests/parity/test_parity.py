@@ -451,7 +451,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(shown.out)["ok"]
     assert "yardstick" in shown.err
     page = (tmp_path / "page.html").read_text()
-    assert all(words in page for words in ("nothing beyond", "█", "model.layers.1", "⟦w"))
+    assert all(words in page for words in ("nothing beyond", "trainer / engine", "█", "model.layers.1", "⟦w"))
     assert main(["parity", *flags, "--max-outside", "-1"]) == 1
     assert "nothing beyond" in capsys.readouterr().out
     assert main(["parity", *flags, "--healthy", str(tmp_path / "no.json")]) == 2

@@ -138,6 +138,7 @@ def parity(
         layers=layers,
         inside=inside,
         worst=_worst(answers, ours, tokenizer.decode if tokenizer else lambda ids: " ".join(map(str, ids))),
+        ratios=_histogram(gap, 2**0.5 * rounding),
         facts={"trainer": f"{type(scorer.inner).__name__}, {scorer.dtype}", **side.facts},
     )
 
@@ -275,6 +276,14 @@ def _worst(answers: Sequence[Answer], ours: Sequence[Answer], text: Callable[[An
     return found
 
 
+def _histogram(found: Tensor, expected: Tensor, bins: int = 25) -> dict[str, list[float]]:
+    """Return how many tokens have which ratio, trainer over engine, and how many would if rounding were all."""
+    most = max(float(found.abs().max()), float(expected.abs().max()), 1e-9)
+    counts = [torch.histc((-each).float(), bins, -most, most).tolist() for each in (found, expected)]
+    centres = (torch.arange(bins) + 0.5) / bins * 2 * most - most
+    return {"ratio": centres.exp().tolist(), "found": counts[0], "expected": counts[1]}
+
+
 # -- the result --------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +317,8 @@ class Parity:
     """The same of the modules inside of the worst layer."""
     worst: list[dict[str, Any]]
     """The tokens with the largest gaps, with the text before them."""
+    ratios: dict[str, list[float]]
+    """How many tokens have which ratio of probabilities, and how many if rounding is all."""
     facts: dict[str, str]
     """What is known of the sides."""
 
@@ -332,6 +343,12 @@ class Parity:
         header = ("tokens", "count", "mean", "rms", "p50", "p99", "max", "outside")
         tables = [Table(("side", ""), [*self.facts.items()])]
         tables.append(Table(header, [(name, *each.row()) for name, each in groups.items()], range(1, 8), foot=foot))
+        most = max(self.ratios["found"] + self.ratios["expected"])
+        ratios = [
+            (f"{ratio:.3f}", f"{found:.0f}", f"{expected:.0f}", _bar(found, expected, most))
+            for ratio, found, expected in zip(*self.ratios.values(), strict=True)
+        ]
+        tables.append(Table(("trainer / engine", "found", "rounding", "│ is rounding"), ratios, (0, 1, 2)))
         for title, errors in (("local error of a layer", self.layers), ("inside of the worst", self.inside)):
             most = max([1.0, *(each.times for each in errors.values())])
             cells = [
