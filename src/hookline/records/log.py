@@ -878,7 +878,10 @@ class FanOut:
         try:
             if reader.restart(self._first):
                 reader.advance()
-            elif self._context and not is_told:
+                return
+            if isinstance(self._log, NoLog):
+                getattr(reader.sink, "truncate", id)(self._log.number)
+            if self._context and not is_told:
                 reader.take(Context(self._context), self._log.size)
         except Exception as error:
             self._note_failure(reader.name, "begin anew", error)

@@ -73,6 +73,10 @@ class MemorySink(MetricSink):
         self.clear()
         return True
 
+    def truncate(self, number: int) -> None:
+        """Drop the records from ``number`` on: a run without a log is resumed in this process."""
+        self.records = [record for record in self.records if record.number < number]
+
     def clear(self) -> None:
         """Drop all records."""
         self.records.clear()
