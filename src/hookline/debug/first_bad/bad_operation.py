@@ -177,9 +177,9 @@ _TOLD = {
 # -- a batch in words -------------------------------------------------------------------------------------------------
 
 
-def describe_batch(batch: Any, ids: Any = None, index: int | None = None, epoch: int | None = None) -> str:
+def describe_batch(batch: Any, index: int | None = None, epoch: int | None = None) -> str:
     """Return a batch in words: its ids if they are known, else its place in the run, else the shapes of its tensors."""
-    ids = _find_ids(batch) if ids is None else ids
+    ids = _find_ids(batch)
     if ids is not None:
         return f"ids {short_repr(ids.tolist() if isinstance(ids, Tensor) else ids, 120)}"
     if index is not None:

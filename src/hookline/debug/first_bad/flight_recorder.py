@@ -130,7 +130,7 @@ class FlightRecorder(TrainingHook):
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
         self._wraps = True
-        run, told = step.run, describe_batch(batch, None, step.run.batch_idx, step.run.epoch)
+        run, told = step.run, describe_batch(batch, step.run.batch_idx, step.run.epoch)
         try:
             result = step(batch)
         except BaseException as error:
@@ -143,7 +143,7 @@ class FlightRecorder(TrainingHook):
     def compute(self, ctx: RunDataContext) -> None:
         """Record a step of a loop that is only followed."""
         if not self._wraps:
-            batch = describe_batch(ctx.batch_data, None, ctx.batch_idx, ctx.epoch)
+            batch = describe_batch(ctx.batch_data, ctx.batch_idx, ctx.epoch)
             self._add(ctx.step or 0, ctx.epoch, batch, ctx.lr, ctx.raw("loss"))
 
     def _add(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any) -> None:
