@@ -296,13 +296,6 @@ class TrainTool:
         """Store the builder of a component's backward hook."""
         self._training_backward_hooks.append((component_name, hook_builder))
 
-    def __repr__(self) -> str:
-        names = [name for name, _ in (*self._training_hooks, *self._training_backward_hooks)]
-        on = len(self._active_policy_hooks) + len(self._active_policy_backward_hooks)
-        where = f" on {', '.join(dict.fromkeys(names))}" if names else ""
-        state = f"{on} on, they come off when the run ends" if on else "off until .invoke() or .attached()"
-        return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
-
     def invoke(self) -> Trainer:
         """Make the trainer, attach the hooks and train; remove the hooks however it ends.
 

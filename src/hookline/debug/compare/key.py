@@ -48,6 +48,11 @@ class ValueKey(NamedTuple):
         return self._replace(step=0, call=0)
 
     @property
+    def of_call(self) -> ValueKey:
+        """The key without kind and leaf: the call itself."""
+        return self._replace(kind="", leaf="")
+
+    @property
     def module(self) -> str:
         """The module it belongs to: of a parameter, the one that owns it."""
         return self.site.rpartition(".")[0] if self.kind in PARAMETERS else self.site

@@ -104,7 +104,7 @@ class PrecisionChecker:
         self._counters: dict[tuple[str, str], int] = defaultdict(int)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._manual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._files = PrecisionFiles(self.config.path, save=bool(self.config.save_tensors))
+        self._files = PrecisionFiles(self.config.path, save=self.config.save_tensors)
         self._general = HandleSet()
         self._function_outputs = HandleSet()
         self._own = HandleSet()
@@ -381,8 +381,8 @@ class PrecisionConfig:
     """The folder; each check makes one of its own in it, named by the time."""
     format: str = "simple"
     """``simple`` (minimum, maximum, mean, first values) or ``md5`` (a hash of the numbers)."""
-    save_tensors: str = ""
-    """``npy``: write each tensor to a file; empty: none. ``true`` means ``npy``."""
+    save_tensors: bool = False
+    """Whether each tensor is written to an ``.npy`` file."""
     md5_tolerance: float = 0.0
     """Above 0, the hash is of the numbers rounded to multiples of this; 0: of every bit."""
     check_nan: bool = True
@@ -420,10 +420,7 @@ _VALUES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "level": ("0 (off), 1 (modules) or 2 (modules and functions)", {"0": 0, "1": 1, "2": 2}),
     "path": ("a folder", {}),
     "format": ("'simple' or 'md5'", {"simple": "simple", "md5": "md5"}),
-    "save_tensors": (
-        "true (or 'npy') or false",
-        {"npy": "npy", "true": "npy", "1": "npy", "false": "", "0": "", "": "", "none": ""},
-    ),
+    "save_tensors": _FLAG,
     "md5_tolerance": ("a number of 0 or more", {}),
     "check_nan": _FLAG,
     "check_inf": _FLAG,
