@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,10 +130,6 @@ def _check_threshold(name: str, value: float) -> None:
 logger = logging.getLogger(__name__)
 
 
-class _Sink(Protocol):
-    def emit(self, metrics: Any, epoch: int, hook_point: Any) -> None: ...
-
-
 class StatsReporter:
     """Collect the metrics of every tracker at the end of an epoch.
 
@@ -151,7 +147,7 @@ class StatsReporter:
     """
 
     def __init__(
-        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[_Sink] = ()
+        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[Any] = ()
     ) -> None:
         self.context, self.policy, self.sinks = context, policy, list(sinks)
         self._epoch = -1

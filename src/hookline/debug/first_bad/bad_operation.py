@@ -125,10 +125,6 @@ class BadOperation(ShownAsTable):
         header = ("", "tensor", "min", "max", "mean", "NaN", "Inf")
         return Table(header, rows, numbers=(2, 3, 4, 5, 6), title=self.headline(), foot=foot, rule=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class BadStep(ShownAsTable):

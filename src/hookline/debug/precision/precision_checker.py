@@ -256,21 +256,17 @@ class PrecisionChecker:
     ) -> list[RemovableHandle]:
         """Attach to functions, for what they take, give, are sent and send on, in this order."""
 
-        def taken(fn: FunctionSite, inputs: Any) -> None:
-            self._of_function(fn, name, "forward_input", inputs, config)
+        def see(stage: str, place: int) -> Hook:
+            def hook(fn: FunctionSite, *given: Any) -> None:
+                if not fn.recompute:
+                    called = name or fn.name
+                    self._check(f"{fn.module}@{called}" if fn.module else called, stage, given[place], config)
 
-        def given(fn: FunctionSite, inputs: Any, outputs: Any) -> None:
-            self._of_function(fn, name, "forward", outputs, config)
+            return hook
 
-        def arrived(fn: FunctionSite, grad_outputs: Any) -> None:
-            self._of_function(fn, name, "backward", grad_outputs, config)
-
-        def sent(fn: FunctionSite, grad_inputs: Any, grad_outputs: Any) -> None:
-            self._of_function(fn, name, "backward_input", grad_inputs, config)
-
-        hooks: dict[str, Hook] = {"forward_pre": taken, "forward": given}
+        hooks = {"forward_pre": see("forward_input", 0), "forward": see("forward", 1)}
         if not any(place.is_operator for place in find_places(function)):  # which have no gradients
-            hooks |= {"backward_pre": arrived, "backward": sent}
+            hooks |= {"backward_pre": see("backward", 0), "backward": see("backward_input", 0)}
         handles = HandleSet()
         try:
             for kind, hook in hooks.items():
@@ -289,12 +285,6 @@ class PrecisionChecker:
             handles.remove(quiet=True)
             raise
         return list(handles)
-
-    def _of_function(self, fn: FunctionSite, name: str, stage: str, value: Any, config: PrecisionConfig) -> None:
-        if fn.recompute:
-            return
-        called = name or fn.name
-        self._check(f"{fn.module}@{called}" if fn.module else called, stage, value, config)
 
     # -- checking ----------------------------------------------------------------------------------------------
 
