@@ -380,7 +380,7 @@ def audit_one(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     one = INSTRUMENTS[name]
-    return hl.audit(one.train, {name: one.make()}, blame=False).to_dict()
+    return hl.audit(one.train, {name: one.make()}).to_dict()
 
 
 def audited(name: str) -> tuple[str, str, str]:

@@ -327,7 +327,7 @@ def test_counters_begin_anew_and_files_of_the_second_iteration_replace_those_of_
 def test_the_config_string_is_read_exactly_and_mistakes_raise():
     """An unknown key, an item without '=' and a level that does not exist are errors."""
     config = PrecisionChecker(nn.Identity(), "level=1,path=x,format=md5,save_tensors=true").config
-    assert config == PrecisionConfig(level=1, path="x", format="md5", save_tensors="npy")
+    assert config == PrecisionConfig(level=1, path="x", format="md5", save_tensors=True)
     for wrong in ("level=1,colour=red", "level=1,verbose", "level=7"):
         with pytest.raises(hl.HooklineError):
             PrecisionChecker(nn.Identity(), wrong)

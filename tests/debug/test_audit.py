@@ -141,7 +141,7 @@ def test_a_training_under_audit_ends_with_the_same_bits():
 
     noting([])
     noting([1])
-    assert not hl.audit(noting, ["draws"], blame=False).ok
+    assert not hl.audit(noting, ["draws"]).ok
     plain, drawn, audited = left[0], left[1], left[2]
     assert plain == audited
     assert plain == left[3] == left[5]

@@ -169,7 +169,7 @@ def test_partial_results_of_ranks_are_reduced_by_their_operation(operation: str,
 
 
 def _partial(tensor: Tensor, rank: int, placement: str) -> Value:
-    return _part(tensor, rank, placements=MeshPlacement((placement,), ("tp",), (2,), (rank,), tuple(tensor.shape)))
+    return _part(tensor, rank, placements=MeshPlacement((placement,), (2,), (rank,)))
 
 
 class Twice(nn.Module):

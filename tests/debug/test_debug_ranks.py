@@ -213,9 +213,9 @@ def bad_steps(part: Tensor, rank: int, to: Path) -> list[Any]:
     model = DistributedDataParallel(made())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(batch: Tensor) -> Tensor:
+    def step(batch: dict[str, Any]) -> Tensor:
         optimizer.zero_grad()
-        loss = model(batch).square().mean()
+        loss: Tensor = model(batch["x"]).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -223,7 +223,7 @@ def bad_steps(part: Tensor, rank: int, to: Path) -> list[Any]:
     recorder = FlightRecorder(to=to)
     with hl.follow(model, optimizer, [recorder]), find_bad_operations(model, optimizer, step_fn=step) as check:
         for number in range(4):
-            check.step(part * (float("inf") if (rank, number) == (1, 1) else 1.0), ids=[number])
+            check.step({"x": part * (float("inf") if (rank, number) == (1, 1) else 1.0), "ids": [number]})
     return [(each.step, each.verdict, each.batch, each.notes) for each in check.reports] + [check.bad_steps]
 
 

@@ -315,7 +315,7 @@ def test_forwards_of_requests_are_steps_with_their_rows(tmp_path):
 
 def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
     """Without sites a forward begins at the first module; rows come from the batch; of pairs both are there."""
-    hook = trace_outputs({"folder": str(tmp_path), "every": 2})
+    hook = trace_outputs({"folder": str(tmp_path)})
     layers = nn.ModuleList(Layer() for _ in range(2))
     for layer in layers:
         layer.register_forward_hook(hook)
@@ -326,10 +326,10 @@ def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
     hook.close()
     folder = read_trace(tmp_path)
     assert [(each.site, each.step, each.leaf) for each in folder.records] == [
-        (f"Layer.{n}", step, leaf) for step in (0, 2) for n in (0, 1) for leaf in "01"
+        (f"Layer.{n}", step, leaf) for step in range(3) for n in (0, 1) for leaf in "01"
     ]
     assert [each.fingerprint.mean for each in folder.records[:2]] == [2.0, 1.0]
     rows = folder.records[0].rows
     assert rows is not None
     assert rows.keys == (RowKey("x", 0), RowKey("x", 1), RowKey("y", 9))
-    assert hook.to_metrics()["records"] == 8
+    assert hook.to_metrics()["records"] == 12

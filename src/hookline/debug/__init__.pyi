@@ -32,9 +32,7 @@ from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummar
 from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOperations
 from hookline.debug.first_bad.find_bad_operations import FirstBadOperation as FirstBadOperation
 from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
-from hookline.debug.first_bad.flight_recorder import Flight as Flight
 from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
-from hookline.debug.first_bad.flight_recorder import read_flight as read_flight
 from hookline.debug.first_bad.replay_check import Replay as Replay
 from hookline.debug.first_bad.replay_check import replay_check as replay_check
 from hookline.debug.parity.parity import Parity as Parity
@@ -42,5 +40,7 @@ from hookline.debug.parity.parity import ParityCallback as ParityCallback
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.debug.precision.precision_checker import PrecisionConfig as PrecisionConfig
 from hookline.debug.precision.precision_checker import PrecisionRecord as PrecisionRecord
+from hookline.report.report_runs import Flight as Flight
+from hookline.report.report_runs import read_flight as read_flight
 
 __all__: list[str]

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,10 +130,6 @@ def _check_threshold(name: str, value: float) -> None:
 logger = logging.getLogger(__name__)
 
 
-class _Sink(Protocol):
-    def emit(self, metrics: Any, epoch: int, hook_point: Any) -> None: ...
-
-
 class StatsReporter:
     """Collect the metrics of every tracker at the end of an epoch.
 
@@ -151,7 +147,7 @@ class StatsReporter:
     """
 
     def __init__(
-        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[_Sink] = ()
+        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[Any] = ()
     ) -> None:
         self.context, self.policy, self.sinks = context, policy, list(sinks)
         self._epoch = -1
@@ -295,13 +291,6 @@ class TrainTool:
     def add_training_backward_hook(self, component_name: str, hook_builder: BackwardHookBuilder) -> None:
         """Store the builder of a component's backward hook."""
         self._training_backward_hooks.append((component_name, hook_builder))
-
-    def __repr__(self) -> str:
-        names = [name for name, _ in (*self._training_hooks, *self._training_backward_hooks)]
-        on = len(self._active_policy_hooks) + len(self._active_policy_backward_hooks)
-        where = f" on {', '.join(dict.fromkeys(names))}" if names else ""
-        state = f"{on} on, they come off when the run ends" if on else "off until .invoke() or .attached()"
-        return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
 
     def invoke(self) -> Trainer:
         """Make the trainer, attach the hooks and train; remove the hooks however it ends.

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from hookline.errors import OptionError
 from hookline.records.log import Context, Entry, read_log
 from hookline.records.sink import Record
-from hookline.tables import Table, number_text
+from hookline.tables import ShownAsTable, Table, number_text
 
 LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
@@ -197,17 +197,10 @@ def _name(facts: dict[str, Any], folder: Path, *, is_alone: bool) -> str:
     return " / ".join(str(part) for part in parts if part)
 
 
-class _Named(Protocol):
-    """A run with a name that may be lengthened."""
-
-    name: str
-    folder: Path
-
-
-def distinct_names(runs: Sequence[_Named]) -> None:
-    """Lengthen equal names: by where the folders differ, and by numbers in one folder."""
+def distinct_names(runs: Sequence[Any]) -> None:
+    """Lengthen equal names of runs: by where their folders differ, and by numbers in one folder."""
     for label_of in (_by_folder, _by_number):
-        same: dict[str, list[_Named]] = {}
+        same: dict[str, list[Any]] = {}
         for run in runs:
             same.setdefault(run.name, []).append(run)
         for twins in same.values():
@@ -216,13 +209,13 @@ def distinct_names(runs: Sequence[_Named]) -> None:
                     run.name += label
 
 
-def _by_folder(runs: list[_Named]) -> list[str]:
+def _by_folder(runs: list[Any]) -> list[str]:
     folders = [run.folder.resolve() for run in runs]
     shared = os.path.commonpath(folders)
     return [f" ({label})" if (label := os.path.relpath(folder, shared)) != "." else "" for folder in folders]
 
 
-def _by_number(runs: list[_Named]) -> list[str]:
+def _by_number(runs: list[Any]) -> list[str]:
     return [f" {number}" for number in range(1, len(runs) + 1)]
 
 
@@ -237,6 +230,55 @@ _AT_ONCE: Final = 6
 """Steps that are shown at once; the rest is folded away."""
 
 
+@dataclass(frozen=True)
+class Flight(ShownAsTable):
+    """The last steps of a run, as a recorder wrote them; prints as a table.
+
+    Recipe: ``flight = hookline.debug.read_flight("runs/x/flight_recorder.json")``; then ``print(flight)``,
+    ``flight.steps[-1]["statistics"]``.
+    """
+
+    reason: str
+    """Why it was written."""
+    steps: list[dict[str, Any]]
+    """Each step: its number, epoch, time, loss, learning rate, batch, statistics by place."""
+
+    def _table(self) -> Table:
+        """Return a table of the steps; it is written when something has happened."""
+        last = max((float(step["time"]) for step in self.steps), default=0.0)
+        rows = [
+            [
+                str(step["step"]),
+                f"{float(step['time']) - last:.1f} s",
+                *("" if step[part] is None else number_text(float(step[part])) for part in ("loss", "lr")),
+                str(step["batch"] or ""),
+                str(step["bad"] or ""),
+            ]
+            for step in self.steps
+        ]
+        when = datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds") if rows else "before any step"
+        title = f"The last {len(rows)} steps up to {when}, written because of {self.reason}"
+        header = ("step", "before the end", "loss", "learning rate", "batch", "not finite at")
+        return Table(header, rows, numbers=(0, 1, 2, 3), title=title)
+
+
+def read_flight(path: str | Path) -> Flight:
+    """Read what a `FlightRecorder` wrote.
+
+    Recipe: ``print(hookline.debug.read_flight("runs/mod_arithmetic/random/flight_recorder.json"))``
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{str(path)!r} is no file of a flight recorder: {error}.") from None
+    if not isinstance(found, dict) or found.get("format") != FLIGHT_FORMAT:
+        raise OptionError(f"{str(path)!r} is no file of a flight recorder; FlightRecorder writes one.")
+    version = found.get("version")
+    if version != FLIGHT_VERSION:
+        raise OptionError(f"{str(path)!r} has version {version!r}, and this hookline reads {FLIGHT_VERSION}.")
+    return Flight(found["reason"], found["steps"])
+
+
 def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
     """Return a section of the page for each run, given by name and folder, in which a recorder has written."""
     found = {folder: name for name, folder in runs}
@@ -247,9 +289,10 @@ def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
 
 def _section(number: int, name: str, path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        all_steps = f"<summary>All {len(found['steps'])} steps</summary>\n{_last_steps(found, 0).html()}"
-        inside = f"{_last_steps(found, _AT_ONCE).html()}\n<details>{all_steps}</details>"
+        flight = read_flight(path)
+        all_steps = f"<summary>All {len(flight.steps)} steps</summary>\n{flight._repr_html_()}"
+        last = replace(flight, steps=flight.steps[-_AT_ONCE:])
+        inside = f"{last._repr_html_()}\n<details>{all_steps}</details>"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         inside = f'<p class="empty">{escape(FLIGHT_FILE)} could not be read ({escape(str(error))}).</p>'
     return (
@@ -257,25 +300,3 @@ def _section(number: int, name: str, path: Path) -> str:
         f'    <h2>The minutes before · {escape(name)}</h2>\n    <div class="wide-table">\n{inside}\n    </div>\n'
         "  </section>"
     )
-
-
-def _last_steps(found: dict[str, Any], count: int) -> Table:
-    """Return the last ``count`` steps of a flight file, all for 0; it is written when something has happened."""
-    if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
-        raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-    steps = found["steps"][-count:]
-    last = max((float(step["time"]) for step in steps), default=0.0)
-    rows = [
-        [
-            str(step["step"]),
-            f"{float(step['time']) - last:.1f} s",
-            *("" if step[part] is None else number_text(float(step[part])) for part in ("loss", "lr")),
-            str(step["batch"] or ""),
-            str(step["bad"] or ""),
-        ]
-        for step in steps
-    ]
-    when = datetime.fromtimestamp(last).astimezone().isoformat(timespec="seconds") if steps else "before any step"
-    title = f"The last {len(steps)} steps up to {when}, written because of {found['reason']}"
-    header = ("step", "before the end", "loss", "learning rate", "batch", "not finite at")
-    return Table(header, rows, numbers=(0, 1, 2, 3), title=title)

@@ -53,7 +53,7 @@ _NEXT_STATE: Final = (
 )
 
 
-def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None, blame: bool = True) -> Audit:
+def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None) -> Audit:
     """Train with and without hooks, and say whether and where they change the run, and which one does.
 
     Recipe::
@@ -84,7 +84,6 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
             what takes it off; a function or class without arguments that does so, or makes a context manager, for
             around the training. Each training gets a copy.
         steps: After how many steps a training is stopped; None: at its own end.
-        blame: Whether to find out which hook it is.
 
     Returns:
         The result: ``ok``, ``first_step``, ``culprits``, and a table when printed.
@@ -97,12 +96,12 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
     trainings = Trainings(train_fn, steps=steps)
     chosen = audited_hooks(hooks, by_training=trainings.by_training)
     try:
-        return _compare(chosen, trainings, blame=blame)
+        return _compare(chosen, trainings)
     finally:
         trainings.set_back()
 
 
-def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> Audit:
+def _compare(hooks: list[AuditedHook], trainings: Trainings) -> Audit:
     plain = trainings.train()
     names, length = tuple(hook.name for hook in hooks), len(plain.states)
     unstable = plain.difference(trainings.train())
@@ -113,7 +112,7 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
     left_behind = plain.difference(trainings.train())
     notes = [_NEXT_LEFT_BEHIND] if left_behind is not None else []
     culprits = []
-    if difference is not None and left_behind is None and blame:
+    if difference is not None and left_behind is None:
         culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some)))
         # One that counts over trainings looks like an interaction: it did it once, and none of the halves did.
         if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks)) is None:

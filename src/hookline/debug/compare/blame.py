@@ -63,7 +63,7 @@ class _BlameFinder:
         self.start = min((value.step for value in self.values), default=0)
         self.seen = {value.site for value in self.values if value.kind in ("output", "input_grad")}
         """Modules that are called."""
-        self.not_given = {_call_of(pair) for pair in pairs if pair.why and pair.kind == "input"}
+        self.not_given = {pair.key.of_call for pair in pairs if pair.why and pair.kind == "input"}
         """Calls with an input that could not be compared."""
         self.differing = [one for one in self.values if not one.is_same and one.is_sure and not one.is_unsure]
         self.held = [one for one in self.differing if one.kind == "parameter" and one.step == self.start]
@@ -132,10 +132,10 @@ class _BlameFinder:
         given: dict[ValueKey, bool] = dict.fromkeys(self.not_given, False)
         for value in self.values:
             if value.kind == "input":
-                call = _call_of(value)
+                call = value.key.of_call
                 given[call] = given.get(call, True) and value.errors.is_equal
         outputs = [one for one in now if one.kind == "output" and one.site not in inside]
-        return [one for one in outputs if given.get(_call_of(one), False)]
+        return [one for one in outputs if given.get(one.key.of_call, False)]
 
     # -- who has made it ---------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class _BlameFinder:
         name, caller = first.site or "The model", _nearest(first.site, self.seen) or "the model"
         other = "something of another shape" if first.other_shape else "something else"
         takes = "input" if first.kind == "output" else "output_grad"
-        given = [one for one in self.values if one.kind == takes and _call_of(one) == _call_of(first)]
+        given = [one for one in self.values if one.kind == takes and one.key.of_call == first.key.of_call]
         if any(first.site in names_around(site) for site in self.seen):
             text = f"All that the modules inside of {name} make is the same; its own code differs."
         elif first.kind == "input_grad":
@@ -230,7 +230,7 @@ class _BlameFinder:
                 f"{name} is the first that returns {other}. What it was given was not compared: trace inputs in both, "
                 f"to tell it from the code of {caller} around it."
             )
-        elif _call_of(first) in self.not_given or any(one.is_unsure for one in given):
+        elif first.key.of_call in self.not_given or any(one.is_unsure for one in given):
             text = (
                 f"{name} is the first that returns {other}. Not all that it was given is known to be the same: "
                 f"{caller} may be what is wrong."
@@ -286,17 +286,13 @@ class _BlameFinder:
             and (pair.step, pair.rank) == (gradient.step, gradient.rank)
         }  # fmt: skip
         here = [pair for pair in self.pairs if id(pair) in hashes]
-        made = {hashes[id(one)] for one in here if one.kind == "output" and _call_of(one) == _call_of(gradient)}
+        made = {hashes[id(one)] for one in here if one.kind == "output" and one.key.of_call == gradient.key.of_call}
         takers = [
             one.site
             for one in here
             if one.kind == "input" and hashes[id(one)] in made and not f"{one.site}.".startswith(f"{gradient.site}.")
         ]
         return min(takers, key=lambda site: site.count("."), default="")
-
-
-def _call_of(pair: Pair) -> ValueKey:
-    return pair.key._replace(kind="", leaf="")
 
 
 def _nearest(site: str, seen: set[str]) -> str:

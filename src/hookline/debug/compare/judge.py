@@ -307,7 +307,7 @@ class _Judge:
         for pair in pairs:
             sizes[pair.kind].append(pair.errors.rms_a)
             if pair.kind == "input":
-                self._inputs[_call_of(pair)].append(pair)
+                self._inputs[pair.key.of_call].append(pair)
         self._usual = {kind: statistics.median(of_kind) for kind, of_kind in sizes.items()}
         """The median root mean square of each kind."""
         self._with_modules = {"", *(name for pair in pairs for name in names_around(pair.site))}
@@ -322,7 +322,7 @@ class _Judge:
         errors = pair.errors
         modelled = self._model.next_floor(
             *pair.dtypes, site=pair.site, kind=pair.kind, is_equal=errors.is_equal,
-            has_inputs=_call_of(pair) in self._inputs,
+            has_inputs=pair.key.of_call in self._inputs,
         )  # fmt: skip
         pair.floor, noise_of_parts = self._floor(pair, modelled)
         if errors.mismatched:
@@ -373,7 +373,7 @@ class _Judge:
             return _GROWN
         if pair.kind != "output":
             return ""
-        for given in self._inputs.get(_call_of(pair), ()):
+        for given in self._inputs.get(pair.key.of_call, ()):
             errors = given.errors
             if errors.is_equal or not errors.rel_l2 or not math.isfinite(errors.rel_l2):
                 continue
@@ -386,7 +386,7 @@ class _Judge:
         """Return whether whole numbers differ in a few places, and were chosen by numbers that differ by rounding."""
         if _unit_of(*pair.dtypes) or not self._history[False].rel:
             return False
-        given = [one.errors.is_equal for one in self._inputs.get(_call_of(pair), ()) if _unit_of(one.dtypes[0])]
+        given = [one.errors.is_equal for one in self._inputs.get(pair.key.of_call, ()) if _unit_of(one.dtypes[0])]
         if pair.kind == "output" and given and all(given):
             return False
         if not pair.has_tensors:
@@ -414,16 +414,12 @@ class _Judge:
 
         The depth of the model does not matter then. Modules that call others are more than one operation.
         """
-        (dtype_a, dtype_b), given = pair.dtypes, self._inputs.get(_call_of(pair), ())
+        (dtype_a, dtype_b), given = pair.dtypes, self._inputs.get(pair.key.of_call, ())
         unit, errors = _unit_of(dtype_a), pair.errors
         if pair.kind != "output" or dtype_a != dtype_b or unit <= _NARROW or not given:
             return False
         is_more = errors.rel_l2 > _ONE_OPERATION * unit or errors.part_rel > 2 * _ONE_OPERATION * unit
         return is_more and pair.site not in self._with_modules and all(one.errors.is_equal for one in given)
-
-
-def _call_of(pair: Pair) -> ValueKey:
-    return pair.key._replace(kind="", leaf="")
 
 
 def _doubt(pair: Pair, why: str) -> None:

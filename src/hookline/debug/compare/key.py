@@ -48,6 +48,11 @@ class ValueKey(NamedTuple):
         return self._replace(step=0, call=0)
 
     @property
+    def of_call(self) -> ValueKey:
+        """The key without kind and leaf: the call itself."""
+        return self._replace(kind="", leaf="")
+
+    @property
     def module(self) -> str:
         """The module it belongs to: of a parameter, the one that owns it."""
         return self.site.rpartition(".")[0] if self.kind in PARAMETERS else self.site
@@ -133,16 +138,6 @@ class Fingerprint:
     """Sums of the numbers with random signs, in as many groups as it is long. The signs depend on
     ``count`` alone, so that sketches are linear: sketch(a) - sketch(b) = sketch(a - b)."""
 
-    @property
-    def rms(self) -> float:
-        """Return the root mean square; 0 without numbers."""
-        return self.norm / math.sqrt(self.count) if self.count else 0.0
-
-    @property
-    def is_finite(self) -> bool:
-        """Return whether there is neither NaN nor Inf."""
-        return not (self.nan or self.inf)
-
     def distance(self, other: Fingerprint) -> float:
         """Return an estimate of the norm of the difference of both tensors, from their sketches alone.
 
@@ -162,13 +157,9 @@ class MeshPlacement:
     placements: tuple[str, ...]
     """One for each dimension of the mesh: ``"Shard(0)"``, ``"Replicate()"``, ``"Partial(sum)"``, or
     ``"StridedShard(0, 2)"``: a shard of what later dimensions of the mesh have cut before, into 2 parts."""
-    mesh_names: tuple[str, ...]
-    """Names of these dimensions; empty if they have none."""
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     """Where this rank is on the mesh; empty if it is not on it."""
-    full_shape: tuple[int, ...]
-    """The shape of the whole tensor."""
 
 
 class RowKey(NamedTuple):

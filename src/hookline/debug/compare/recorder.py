@@ -336,10 +336,8 @@ def _mesh_placement(tensor: Any) -> MeshPlacement | None:
     mesh, own = where.mesh, where.mesh.get_coordinate()
     return MeshPlacement(
         placements=tuple(_placement_words(each) for each in where.placements),
-        mesh_names=tuple(mesh.mesh_dim_names or ()),
         mesh_shape=tuple(mesh.mesh.shape),
         coordinate=tuple(own or ()),
-        full_shape=tuple(tensor.shape),
     )
 
 

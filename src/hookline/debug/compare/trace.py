@@ -515,7 +515,6 @@ class TraceOptions:
     tensors: Any = False
     budget: Any = "1GB"
     requests: tuple[str, ...] | None = None
-    every: int = 1
 
 
 def _try(config: Mapping[str, Any]) -> None:
@@ -541,8 +540,7 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
 
     Args:
         config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``: as
-            in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``every``:
-            take each n-th forward.
+            in ``trace``. ``requests``: names or patterns; only forwards with such a request are written.
     """
     options = read_options("trace_outputs", TraceOptions, config)
     budget = bytes_of_budget(options.budget)
@@ -594,7 +592,6 @@ class TraceOutputs(Observer):
     def __init__(self, recorder: TraceRecorder, options: TraceOptions) -> None:
         self._recorder = recorder
         self._requests = options.requests
-        self._every = options.every
         self._names: ByModule[str] = ByModule(lambda name: name)
         self._clock = _ForwardClock()
         self._finalizer = weakref.finalize(self, recorder.close)
@@ -610,7 +607,7 @@ class TraceOutputs(Observer):
         if step != before:
             self._recorder.end_part()
         rows = rows_of(inputs)
-        if step % self._every or not self._is_asked_for(rows):
+        if not self._is_asked_for(rows):
             return
         moment = step, call
         for leaf, tensor in leaves(output):

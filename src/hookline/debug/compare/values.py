@@ -24,6 +24,7 @@ from hookline.debug.compare.key import PARAMETERS, Value, ValueKey, Values
 from hookline.debug.compare.rows import RowTable, as_row_keys
 from hookline.debug.compare.trace_files import TraceFolder, read_trace
 from hookline.errors import CompareError, OptionError
+from hookline.factories.factory_hook import read_tensors
 from hookline.guard.digest import dense
 from hookline.messages import type_name
 from hookline.observe.capture.capture import Cache
@@ -97,7 +98,7 @@ def _read(source: Any, name: str) -> Run:
     if isinstance(source, str | Path):
         path = Path(source)
         if path.suffix == ".safetensors":
-            return _of_safetensors(path, name)
+            return _of_mapping(read_tensors(name, path), name)
         arrays = sorted(path.rglob("*.npy"), key=_when_written)
         if arrays:
             return _of_arrays(path, arrays, name)
@@ -121,16 +122,6 @@ def _of_trace(folder: TraceFolder, name: str) -> Run:
         [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
     )
     return Run(name, values, problems, notes, missing, folder.head.get("kinds", ()))
-
-
-def _of_safetensors(path: Path, name: str) -> Run:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return _of_mapping(load_file(path), name)
-    except (OSError, SafetensorError) as error:
-        raise CompareError(f"{name}: {path} cannot be read as safetensors ({error}).") from error
 
 
 def _of_arrays(folder: Path, files: Sequence[Path], name: str) -> Run:

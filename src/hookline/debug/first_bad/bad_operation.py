@@ -125,10 +125,6 @@ class BadOperation(ShownAsTable):
         header = ("", "tensor", "min", "max", "mean", "NaN", "Inf")
         return Table(header, rows, numbers=(2, 3, 4, 5, 6), title=self.headline(), foot=foot, rule=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class BadStep(ShownAsTable):
@@ -177,9 +173,9 @@ _TOLD = {
 # -- a batch in words -------------------------------------------------------------------------------------------------
 
 
-def describe_batch(batch: Any, ids: Any = None, index: int | None = None, epoch: int | None = None) -> str:
+def describe_batch(batch: Any, index: int | None = None, epoch: int | None = None) -> str:
     """Return a batch in words: its ids if they are known, else its place in the run, else the shapes of its tensors."""
-    ids = _find_ids(batch) if ids is None else ids
+    ids = _find_ids(batch)
     if ids is not None:
         return f"ids {short_repr(ids.tolist() if isinstance(ids, Tensor) else ids, 120)}"
     if index is not None:

@@ -82,7 +82,6 @@ def find_bad_operations(
 
     Without ``step_fn`` write your loop as it is, and give the optimizer: its step ends a step. Forward and backward of
     the model are run again, on what it was given and the gradients that came back; the loss and the optimizer are not.
-    ``check.note_batch(batch)`` before a forward names the batch for the report.
 
     Args:
         model: The model.
@@ -158,11 +157,11 @@ class BadOperations(ShownAsTable):
         """The number of steps with overflows in gradients alone, which the scaler skips."""
         return self._finder.scaled_steps
 
-    def step(self, batch: Any, *, ids: Any = None) -> Any:
-        """Make a step by ``step_fn(batch)``, and check it; return what that returned. ``ids`` name the batch."""
+    def step(self, batch: Any) -> Any:
+        """Make a step by ``step_fn(batch)``, and check it; return what that returned."""
         if self._step_fn is None or self._removed:
             raise OptionError("check.step(batch) calls step_fn(batch), which was not given, or the check is off.")
-        self._finder.begin_step(batch, lambda operator: describe_batch(batch, ids))
+        self._finder.begin_step(batch, lambda operator: describe_batch(batch))
         result = self._step_fn(batch)
         self._finder.end_step(result)
         return result
@@ -170,12 +169,6 @@ class BadOperations(ShownAsTable):
     def _end_step(self, *args: Any) -> None:
         if self._followed is not None and phase() != "intervention":
             self._followed.end_step()
-
-    def note_batch(self, batch: Any, *, ids: Any = None) -> None:
-        """Name the batch of the forwards that follow, until the next call; only where no ``step_fn`` was given."""
-        if self._followed is None:
-            raise OptionError("check.step(batch) knows the batch; note_batch() is for a check without step_fn=.")
-        self._followed.note_batch(batch, ids)
 
     def flush(self) -> None:
         """Wait for the numbers of all steps, and judge them."""
@@ -332,7 +325,7 @@ class FirstBadOperation(TrainingHook):
                 save_attributes=run.guarded.save_attributes,
                 on_report=self._take,
             )
-        tell = partial(describe_batch, batch, None, run.batch_idx, run.epoch)
+        tell = partial(describe_batch, batch, run.batch_idx, run.epoch)
         self._finder.begin_step(batch, lambda operator: tell(), number=run.step)
         result = step(batch)
         self._finder.end_step(result.loss)
@@ -385,9 +378,8 @@ class KeptForward:
     args: Any
     kwargs: Any
     autocast: list[tuple[str, torch.dtype]]
-    batch: Any
-    """What the user calls the batch of it, if that is known."""
-    ids: Any
+    batch: Any = None
+    """The batch of it, if the loop tells that."""
     backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
     """For each backward pass, the gradients that came back, by the leaves of the output."""
     begins_at: int = 0
@@ -410,15 +402,10 @@ class FollowedSteps:
         self.finder.note = _NO_LOSS
         self._current: dict[int, KeptForward] | None = None
         """The forwards of the step, by the number that the site has of each."""
-        self._noted: tuple[Any, Any] = None, None
         self._handles = HandleSet()
         add = partial(attach, model, observe=True, name="first bad operation")
         self._handles.add(add(self._begin_forward, on="forward_pre", with_kwargs=True))
         self._handles.add(add(self._take_gradients, on="backward_pre"))
-
-    def note_batch(self, batch: Any, ids: Any = None) -> None:
-        """Name the batch of the forwards that follow, until the next call."""
-        self._noted = batch, ids
 
     def end_step(self, loss: Any = None, batch: Any = None) -> None:
         """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
@@ -427,7 +414,7 @@ class FollowedSteps:
             return
         batches = batch if isinstance(batch, MicroBatches) else [batch]
         for forward, each in zip(forwards.values(), batches, strict=False):
-            forward.batch = each if forward.batch is None else forward.batch
+            forward.batch = each
         self.finder.end_step(loss)
 
     def remove(self) -> None:
@@ -443,7 +430,7 @@ class FollowedSteps:
         if self._current is None:
             self._current = {}
             self.finder.begin_step(self._current, partial(_describe, self._current))
-        self._current[site.step] = KeptForward(args, kwargs, _autocast(), *self._noted)
+        self._current[site.step] = KeptForward(args, kwargs, _autocast())
 
     def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
         if self._current is not None and site.step in self._current and phase() != "intervention":
@@ -471,7 +458,7 @@ class FollowedSteps:
 def _describe(forwards: dict[int, KeptForward], operator: int | None) -> str:
     """Return the batches of a step in words, or the one in which the operator of that number ran."""
     kept = list(forwards.values())
-    told = [describe_batch(each.args if each.batch is None else each.batch, each.ids) for each in kept]
+    told = [describe_batch((each.args or each.kwargs) if each.batch is None else each.batch) for each in kept]
     if operator is None or len(kept) == 1:
         return "; ".join(told)
     place = sum(each.begins_at <= operator for each in kept)

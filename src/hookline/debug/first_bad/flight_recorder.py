@@ -12,9 +12,8 @@ import math
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ from hookline.plain import to_plain
 from hookline.report.anomalies import LossHistory
 from hookline.report.report_runs import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.sites.wrappers import clean_modules
-from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -130,7 +128,7 @@ class FlightRecorder(TrainingHook):
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
         self._wraps = True
-        run, told = step.run, describe_batch(batch, None, step.run.batch_idx, step.run.epoch)
+        run, told = step.run, describe_batch(batch, step.run.batch_idx, step.run.epoch)
         try:
             result = step(batch)
         except BaseException as error:
@@ -143,7 +141,7 @@ class FlightRecorder(TrainingHook):
     def compute(self, ctx: RunDataContext) -> None:
         """Record a step of a loop that is only followed."""
         if not self._wraps:
-            batch = describe_batch(ctx.batch_data, None, ctx.batch_idx, ctx.epoch)
+            batch = describe_batch(ctx.batch_data, ctx.batch_idx, ctx.epoch)
             self._add(ctx.step or 0, ctx.epoch, batch, ctx.lr, ctx.raw("loss"))
 
     def _add(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any) -> None:
@@ -259,41 +257,3 @@ def write_flight(path: Path, reason: str, steps: list[dict[str, Any]]) -> None:
     found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": steps}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(to_plain(found), allow_nan=False))
-
-
-@dataclass(frozen=True)
-class Flight(ShownAsTable):
-    """The last steps of a run, as a recorder wrote them; prints as a table.
-
-    Recipe: ``flight = hookline.debug.read_flight("runs/x/flight_recorder.json")``; then ``print(flight)``,
-    ``flight.steps[-1]["statistics"]``.
-    """
-
-    reason: str
-    """Why it was written."""
-    steps: list[dict[str, Any]]
-    """Each step: its number, epoch, time, loss, learning rate, batch, statistics by place."""
-
-    def _table(self) -> Table:
-        rows = [[str(step.get(name, "")) for name in _COLUMNS] for step in self.steps]
-        return Table(_COLUMNS, rows, numbers=(0, 1, 2, 3), title=f"written because of {self.reason}", rule=False)
-
-
-_COLUMNS: Final = ("step", "epoch", "loss", "lr", "batch", "bad")
-
-
-def read_flight(path: str | Path) -> Flight:
-    """Read what a `FlightRecorder` wrote.
-
-    Recipe: ``print(hookline.debug.read_flight("runs/mod_arithmetic/random/flight_recorder.json"))``
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OptionError(f"{str(path)!r} is no file of a flight recorder: {error}.") from None
-    if not isinstance(found, dict) or found.get("format") != FLIGHT_FORMAT:
-        raise OptionError(f"{str(path)!r} is no file of a flight recorder; FlightRecorder writes one.")
-    version = found.get("version")
-    if version != FLIGHT_VERSION:
-        raise OptionError(f"{str(path)!r} has version {version!r}, and this hookline reads {FLIGHT_VERSION}.")
-    return Flight(found["reason"], found["steps"])

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, stored_numbers, summarize_tensor
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
+from hookline.tree import tensors_of
 
 UNFILLED: Final = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
@@ -311,14 +312,9 @@ def _key(tensor: Tensor) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield _torch.local_tensor(value) if type(value) is not Tensor else value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+    """Yield the tensors in a value, of distributed ones this process's part."""
+    for tensor in tensors_of(value):
+        yield _torch.local_tensor(tensor) if type(tensor) is not Tensor else tensor
 
 
 def _inputs(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -104,7 +104,7 @@ class PrecisionChecker:
         self._counters: dict[tuple[str, str], int] = defaultdict(int)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._manual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._files = PrecisionFiles(self.config.path, save=bool(self.config.save_tensors))
+        self._files = PrecisionFiles(self.config.path, save=self.config.save_tensors)
         self._general = HandleSet()
         self._function_outputs = HandleSet()
         self._own = HandleSet()
@@ -256,21 +256,17 @@ class PrecisionChecker:
     ) -> list[RemovableHandle]:
         """Attach to functions, for what they take, give, are sent and send on, in this order."""
 
-        def taken(fn: FunctionSite, inputs: Any) -> None:
-            self._of_function(fn, name, "forward_input", inputs, config)
+        def see(stage: str, place: int) -> Hook:
+            def hook(fn: FunctionSite, *given: Any) -> None:
+                if not fn.recompute:
+                    called = name or fn.name
+                    self._check(f"{fn.module}@{called}" if fn.module else called, stage, given[place], config)
 
-        def given(fn: FunctionSite, inputs: Any, outputs: Any) -> None:
-            self._of_function(fn, name, "forward", outputs, config)
+            return hook
 
-        def arrived(fn: FunctionSite, grad_outputs: Any) -> None:
-            self._of_function(fn, name, "backward", grad_outputs, config)
-
-        def sent(fn: FunctionSite, grad_inputs: Any, grad_outputs: Any) -> None:
-            self._of_function(fn, name, "backward_input", grad_inputs, config)
-
-        hooks: dict[str, Hook] = {"forward_pre": taken, "forward": given}
+        hooks = {"forward_pre": see("forward_input", 0), "forward": see("forward", 1)}
         if not any(place.is_operator for place in find_places(function)):  # which have no gradients
-            hooks |= {"backward_pre": arrived, "backward": sent}
+            hooks |= {"backward_pre": see("backward", 0), "backward": see("backward_input", 0)}
         handles = HandleSet()
         try:
             for kind, hook in hooks.items():
@@ -289,12 +285,6 @@ class PrecisionChecker:
             handles.remove(quiet=True)
             raise
         return list(handles)
-
-    def _of_function(self, fn: FunctionSite, name: str, stage: str, value: Any, config: PrecisionConfig) -> None:
-        if fn.recompute:
-            return
-        called = name or fn.name
-        self._check(f"{fn.module}@{called}" if fn.module else called, stage, value, config)
 
     # -- checking ----------------------------------------------------------------------------------------------
 
@@ -381,8 +371,8 @@ class PrecisionConfig:
     """The folder; each check makes one of its own in it, named by the time."""
     format: str = "simple"
     """``simple`` (minimum, maximum, mean, first values) or ``md5`` (a hash of the numbers)."""
-    save_tensors: str = ""
-    """``npy``: write each tensor to a file; empty: none. ``true`` means ``npy``."""
+    save_tensors: bool = False
+    """Whether each tensor is written to an ``.npy`` file."""
     md5_tolerance: float = 0.0
     """Above 0, the hash is of the numbers rounded to multiples of this; 0: of every bit."""
     check_nan: bool = True
@@ -420,10 +410,7 @@ _VALUES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "level": ("0 (off), 1 (modules) or 2 (modules and functions)", {"0": 0, "1": 1, "2": 2}),
     "path": ("a folder", {}),
     "format": ("'simple' or 'md5'", {"simple": "simple", "md5": "md5"}),
-    "save_tensors": (
-        "true (or 'npy') or false",
-        {"npy": "npy", "true": "npy", "1": "npy", "false": "", "0": "", "": "", "none": ""},
-    ),
+    "save_tensors": _FLAG,
     "md5_tolerance": ("a number of 0 or more", {}),
     "check_nan": _FLAG,
     "check_inf": _FLAG,
