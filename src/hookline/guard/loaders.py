@@ -97,7 +97,7 @@ def private_generator(model: nn.Module) -> torch.Generator:
     return torch.Generator().manual_seed((run_seed() * 1_000_003 + number) % 2**63)
 
 
-def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers: int = 0) -> Iterable[Any]:
+def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool) -> Iterable[Any]:
     """Return the batches of ``loader`` through another one, in the order of the dataset or shuffled."""
     if isinstance(loader, list | tuple):
         order = torch.randperm(len(loader), generator=generator).tolist() if shuffle else range(len(loader))
@@ -117,8 +117,6 @@ def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool, num_w
         **batches,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        num_workers=num_workers,
-        worker_init_fn=loader.worker_init_fn if num_workers else None,
         generator=generator,  # without one, each iteration draws a seed from the stream of the run
     )
 

@@ -221,12 +221,12 @@ class ModelDataContext:
             for name, parameter in parameters.items():
                 parameter.add_(steps[name], alpha=scale)
 
-    def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:
+    def get_shuffled_loader(self) -> Any:
         """Return a loader of the training data in another order each time; no stream of the run is drawn from."""
         generator = private_generator(self._model)
         if self._shuffled_loader is not None:
             return call_loader_factory(self._shuffled_loader, generator)
-        return copy_loader(self._loader, generator, shuffle=True, num_workers=num_workers)
+        return copy_loader(self._loader, generator, shuffle=True)
 
     def new_generator(self) -> torch.Generator:
         """Return another generator at each call, the same ones in an equal run; no restore rewinds it."""
