@@ -56,10 +56,7 @@ def inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def replace(
-    value: Any,
-    swap: Callable[[Tensor], Tensor],
-    swapped: list[Swapped] | None = None,
-    above: tuple[int, ...] = (),
+    value: Any, swap: Callable[[Tensor], Tensor], swapped: list[Swapped] | None = None, above: tuple[int, ...] = ()
 ) -> Any:
     """Return the same structure with ``swap`` applied to every tensor; the very same object if nothing changed.
 

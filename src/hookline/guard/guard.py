@@ -19,15 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.snapshot import (
-    ALL,
-    BUFFERS,
-    NOTHING,
-    Snapshot,
-    interrupts_deferred,
-    raise_if_lost,
-    roots_of,
-)
+from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, interrupts_deferred, raise_if_lost, roots_of
 from hookline.guard.walk import StateChange
 from hookline.messages import listed, suggest
 from hookline.sites import _torch

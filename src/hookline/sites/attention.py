@@ -158,7 +158,7 @@ class AttentionParts:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model has no hooks of ours: its modules find no parts.
-        return _no_parts, ()
+        return type(None), ()
 
     # -- one call ----------------------------------------------------------------------------------------------------
 
@@ -209,10 +209,6 @@ def _callers_in(module: nn.Module) -> list[nn.Module]:
         for inner in module.modules()
         if next(inner.parameters(), None) is not None or _own_interface_of(inner) is not None
     ]
-
-
-def _no_parts() -> None:
-    return None
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

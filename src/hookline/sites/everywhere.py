@@ -69,13 +69,7 @@ def attach_everywhere(
     attachment = new_attachment(
         hook,
         Kind.parse(on, site_type),
-        AttachOptions(
-            prepend=prepend,
-            with_kwargs=with_kwargs,
-            always_call=always_call,
-            observe=observe,
-            name=name,
-        ),
+        AttachOptions(prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name),
         site_type=site_type,
         everywhere=True,
     )

@@ -70,12 +70,7 @@ class Sites(ShownAsTable, Sequence[Site]):
 
 
 def find(
-    model: nn.Module,
-    target: Target = "*",
-    *,
-    exclude: Target = None,
-    role: str | None = None,
-    layer: Layers = None,
+    model: nn.Module, target: Target = "*", *, exclude: Target = None, role: str | None = None, layer: Layers = None
 ) -> Sites:
     """Return the modules that ``attach`` would hook, without hooking them.
 

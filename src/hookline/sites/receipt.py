@@ -58,8 +58,8 @@ class SiteReceipt:
     """The forward of the model in which it last ran; None if it never did, or there is no model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+@dataclass(frozen=True, slots=True, repr=False)
+class Receipt(ShownAsTable):
     """The firings of an attachment so far.
 
     Recipe: ``print(handle.report())``, or ``handle.report().fired`` in a test.
@@ -92,12 +92,6 @@ class Receipt:
         counts = f"matched {counted(self.matched, 'site')}, fired {counted(self.fired, 'time')}"
         return f"{self.name} ({self.kind}): {counts}{last}"
 
-    def __repr__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
     def _table(self) -> Table:
         """Return the sites in rows, under what all of them did; of a single site, that says all."""
         if len(self.sites) == 1:
@@ -121,9 +115,6 @@ class Receipts(ShownAsTable, tuple[Receipt, ...]):
         ]
         header = ("hook", "kind", "matched", "attached", "fired", "last step")
         return Table(header, rows, numbers=(2, 3, 4, 5)) if rows else Table(title="no hooks")
-
-    def __str__(self) -> str:
-        return self._table().text()
 
 
 def _or_dash(value: int | None) -> str:

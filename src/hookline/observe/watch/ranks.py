@@ -79,7 +79,7 @@ class RankStats:
     def to_metrics(self, snapshot: StatsSnapshot) -> dict[str, Any]:
         """Return every statistic of all ranks; every rank has to call it."""
         num_added = len(self._engine.layout.added)
-        sizes = num_added, len(self._engine.layout.kept) + 1
+        sizes = num_added, self._engine.layout.width - num_added + 1
         pairs = list(zip(snapshot.places, snapshot.rows, strict=True))
         shards = {place: self._shard(place, row) for place, row in pairs}
         parts = [NamedPart(place.label, *sizes, shards[place]) for place, _ in pairs]
@@ -166,7 +166,8 @@ class RankStats:
         labels = [label for label in holdings if label.partition(_UNITS)[0] not in self.left_out]
         places = [label for label in labels if _UNITS not in label]
         added = _rows(reduced.added, [holdings[label].added.start for label in places], len(layout.added))
-        kept = _rows(reduced.kept, [holdings[label].kept.start for label in places], len(layout.kept) + 1)
+        num_kept = layout.width - len(layout.added) + 1
+        kept = _rows(reduced.kept, [holdings[label].kept.start for label in places], num_kept)
         # Each rank's own gradient is a firing; of anything else, one process would have fired once on the whole batch.
         is_local = np.array([_kind(label) == _LOCAL for label in places], dtype=bool)
         added[:, FIRES] = np.where(is_local, added[:, FIRES], kept[:, -1])

@@ -112,11 +112,6 @@ class Layout:
         """The row of nothing."""
         return (0.0,) * len(self.added) + (-math.inf,) * len(_KEPT)
 
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The columns of which the largest number is kept."""
-        return _KEPT
-
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All columns."""

@@ -268,12 +268,7 @@ def factor_of(scale):
 
 @triton.jit(do_not_specialize=range(5))
 def merge_slots(
-    jobs: tl.int64,
-    uses: tl.int64,
-    slots: tl.int64,
-    num_slots: tl.int64,
-    num_added: tl.int64,
-    WIDTH: tl.constexpr,
+    jobs: tl.int64, uses: tl.int64, slots: tl.int64, num_slots: tl.int64, num_added: tl.int64, WIDTH: tl.constexpr
 ):
     """Add one column of the slots of one job to one row; a use has the address of the row and the number of the job."""
     use = tl.program_id(0)
@@ -391,13 +386,7 @@ _BINS = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=range(2))
-def count_exponents(
-    jobs: tl.int64,
-    num_jobs: tl.int64,
-    ELEMENT: tl.constexpr,
-    JOBS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def count_exponents(jobs: tl.int64, num_jobs: tl.int64, ELEMENT: tl.constexpr, JOBS: tl.constexpr, WIDTH: tl.constexpr):
     """Count one share of one tensor.
 
     A job has its first program, the address of its bins, and of its numbers, how many, a program's share, and the
