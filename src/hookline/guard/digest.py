@@ -53,10 +53,8 @@ def dense(tensor: Tensor) -> Tensor | None:
 
 def digest(value: Any) -> bytes:
     """Return a digest of dtype, shape and bits of a tensor; of containers, that of all that is in them."""
-    if isinstance(value, Tensor):
-        return _of_tensor(value)
-    if type(value) in _PLAIN:
-        return repr(value).encode()
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return _of_leaf(value)
     found = hashlib.blake2b(digest_size=16)
     for path, leaf in leaves(value):
         found.update(path.encode())

@@ -106,7 +106,8 @@ class ModelDataContext:
     @property
     def param_groups(self) -> tuple[Mapping[str, Any], ...]:
         """The optimizer's groups with their learning rates, to read."""
-        return tuple(map(MappingProxyType, self._groups))
+        groups = [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
+        return tuple(map(MappingProxyType, groups))
 
     def optimizer_state(self, name: str) -> Mapping[str, Any]:
         """Return what the optimizer keeps about the parameter ``name`` (``exp_avg``, …), to read; empty if nothing."""
@@ -231,10 +232,6 @@ class ModelDataContext:
     def new_generator(self) -> torch.Generator:
         """Return another generator at each call, the same ones in an equal run; no restore rewinds it."""
         return private_generator(self._model)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:

@@ -154,7 +154,7 @@ def _roles(model: nn.Module) -> dict[str, list[Named]]:
     tree = _Tree(model)
     stacks = _stacks(tree)
     blocks = [block for stack in stacks for block in tree.blocks(stack)]
-    parts = [_Parts(tree, block) for block in blocks]
+    parts = [_attention_and_mlp(tree, block) for block in blocks]
     outside = [name for name in tree.holders if not any(_is_below(name, stack) for stack in stacks)]
     embed = _embeddings(tree, outside)
     if not stacks and embed:  # no attention: a state space model, say
@@ -166,12 +166,12 @@ def _roles(model: nn.Module) -> dict[str, list[Named]]:
     heads = _heads(tree, outside, embed)
     by_role: dict[str, Iterable[str | None]] = {
         "resid": blocks,
-        "attn": [each.attention for each in parts],
-        "mlp": [each.mlp for each in parts],
+        "attn": [attention for attention, _ in parts],
+        "mlp": [mlp for _, mlp in parts],
         "embed": embed,
         "final_norm": [_final_norm(tree, stack, heads) for stack in stacks],
         "unembed": heads,
-        "router": [_router(tree, each.mlp) for each in parts],
+        "router": [_router(tree, mlp) for _, mlp in parts],
     }
     return {role: tree.named(names) for role, names in by_role.items()}
 
@@ -290,7 +290,7 @@ def _made(module: nn.Module) -> dict[str, Tensor]:
 def _stacks(tree: _Tree) -> list[str]:
     """Return the innermost lists whose elements have both attention and an MLP; an encoder-decoder has two."""
     lists = [name for name, module in tree.modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    found = [name for name in lists if any(_Parts(tree, block).are_complete for block in tree.blocks(name))]
+    found = [name for name in lists if any(all(_attention_and_mlp(tree, block)) for block in tree.blocks(name))]
     return [name for name in found if not any(other != name and _is_below(other, name) for other in found)]
 
 
@@ -306,24 +306,17 @@ def _blocks_without_attention(tree: _Tree) -> list[str]:
     return []
 
 
-class _Parts:
-    """Find attention and MLP inside one block."""
-
-    def __init__(self, tree: _Tree, block: str) -> None:
-        mixers = [name for name in tree.inside(block) if tree.holders_in(name) and _mixes_tokens(tree, name)]
-        attention = next((name for name in mixers if _is_attention(tree, name)), None)
-        rest = [
-            name
-            for name in tree.holders_in(block)
-            if not any(name == mixer or _is_below(name, mixer) for mixer in mixers) and not tree.is_embedding(name)
-        ]
-        self.attention = attention and tree.innermost(attention, tree.holders_in(attention))
-        self.mlp = _mlp(tree, block, rest) if rest else None
-
-    @property
-    def are_complete(self) -> bool:
-        """Return whether the block has both."""
-        return self.attention is not None and self.mlp is not None
+def _attention_and_mlp(tree: _Tree, block: str) -> tuple[str | None, str | None]:
+    """Return the names of attention and MLP inside one block, None for one that it has not."""
+    mixers = [name for name in tree.inside(block) if tree.holders_in(name) and _mixes_tokens(tree, name)]
+    attention = next((name for name in mixers if _is_attention(tree, name)), None)
+    rest = [
+        name
+        for name in tree.holders_in(block)
+        if not any(name == mixer or _is_below(name, mixer) for mixer in mixers) and not tree.is_embedding(name)
+    ]
+    mlp = _mlp(tree, block, rest) if rest else None
+    return attention and tree.innermost(attention, tree.holders_in(attention)), mlp
 
 
 def _is_attention(tree: _Tree, name: str) -> bool:

@@ -41,9 +41,8 @@ class AliveUnits:
     """The units of a place that have been anything but zero; `unit_axis` says what a unit is."""
 
     name: Final = "dead_fraction"
-
-    def __init__(self) -> None:
-        self.kept: Tensor | None = None
+    kept: Tensor | None = None
+    """Which units those are; None before the first tensor."""
 
     def take(self, tensor: Tensor, scale: Any = None) -> None:
         """Mark the units that are not zero in ``tensor``, whatever its scale."""
@@ -66,9 +65,8 @@ class ExponentBins:
     """The histogram of the binary exponents of numbers: how many there are of each order of magnitude."""
 
     name: Final = "histogram"
-
-    def __init__(self) -> None:
-        self.kept: Tensor | None = None
+    kept: Tensor | None = None
+    """How many numbers there are of each exponent; None before the first tensor."""
 
     def on(self, device: torch.device) -> Tensor:
         """Return the bins on a device, to be counted in."""
