@@ -95,7 +95,7 @@ def test_a_hook_that_one_worker_cannot_attach_is_on_none(server: Server) -> None
 
 def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers get to the call after its client was told 503: what they attach then is removed."""
-    monkeypatch.setattr(vllm_endpoints, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(vllm_endpoints, "PATIENCE_S", 0.02)
 
     async def try_it() -> Workers:
         workers, calls = Workers(), WorkerCalls(Settings(token=TOKEN))

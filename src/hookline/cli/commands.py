@@ -335,7 +335,7 @@ class CheckOptions:
     With --model, a pattern that matches nothing is an error, as it is for hookline serve.
     """
 
-    config: Annotated[str | None, Show("FILE", is_word=True)] = None
+    config: Annotated[str, Show("FILE", is_word=True)]
     """The file: .yaml, .toml, .json."""
     model: Annotated[str | None, Show("FILE:MODEL")] = None
     """Show what the patterns match in this model; one that matches nothing is an error."""
@@ -346,8 +346,6 @@ class CheckOptions:
 def check(arguments: Sequence[str]) -> int:
     """Print what a file means, or raise one error with everything that is wrong with it."""
     options = parse(CheckOptions, arguments, "check")
-    if options.config is None:
-        raise OptionError("hookline check needs a file: hookline check run.yaml.")
     from hookline.runs.documents import NO_HOOKS, is_server_file, placed_specs, read_document, refuse
 
     document = read_document(options.config)
@@ -452,8 +450,6 @@ class ReportOptions:
 def report(arguments: Sequence[str]) -> int:
     """Make the page, and print where it is."""
     options = parse(ReportOptions, arguments, "report")
-    if not options.runs:
-        raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
     if options.live:
         page = _follow(options)
     else:

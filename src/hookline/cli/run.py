@@ -124,7 +124,7 @@ def _dry_run(asked: Asked) -> int:
         "experiment": found.name,
         "strategies": strategies,
         made.unit: made.length,
-        "model": {**model_facts(made.experiment.model), "device": str(made.device)},
+        **model_facts(made.experiment.model),
         "config": {} if made.config is None else to_plain(vars(made.config)),
         "hooks": [row._asdict() for row in planned.rows],
         "left_out": [{"hook": name, "why": why} for name, why in planned.left_out.items()],

@@ -37,7 +37,7 @@ from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
-from hookline.training.loops import LoopResult
+from hookline.training.loops import POINTS, LoopResult
 from hookline.training.ranks import warn_of_join
 from hookline.training.run import GradientRetention, Run, Schedule
 from hookline.training.state import GuardedState, Passes
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from hookline.lifecycle.ranks import OneProcess
     from hookline.specs.hook_spec import HookSpec
 
-_POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 _RECORDER: Final = "flight_recorder"
 _STEPS_TO_FLUSH: Final = 100
 _NO_PHASE: Final = nullcontext()
@@ -193,7 +192,7 @@ class HostRun:
         self._notes = open_notes(manager, context, is_own=self._is_own)
         if context:
             manager.set_run_context(**context)
-        for sentence in manager.plan.will_not_fire(_POINTS[self._loop]):
+        for sentence in manager.plan.will_not_fire(POINTS[self._loop]):
             warn_user(sentence)
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
         run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
@@ -488,7 +487,7 @@ class SnapshotSteps:
 def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:
     """Return whether all that these hooks do can be done where steps are counted, and not epochs."""
     return all(
-        _POINTS["step"].issuperset(hook.hook_points or ())
+        POINTS["step"].issuperset(hook.hook_points or ())
         if hook.loop_points is None
         else bool(hook.loop_points.get("step"))
         for hook in hooks
@@ -819,7 +818,6 @@ def open_notes(manager: HookManager, context: Mapping[str, Any], *, is_own: bool
 
 def host_facts(model: nn.Module, optimizer: Any, context: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``run.json`` says of a run when it begins."""
-    first = next(model.parameters(), torch.empty(0))
     return {
         "experiment": context.get("experiment_name") or Path(sys.argv[0]).stem or "run",
         "path": sys.argv[0],
@@ -829,9 +827,7 @@ def host_facts(model: nn.Module, optimizer: Any, context: Mapping[str, Any]) -> 
         "optimizer": type(optimizer).__name__,
         "ranks": rank_count(),
         "threads": torch.get_num_threads(),
-        "device": str(first.device),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "model": model_facts(model),
+        **model_facts(model),
     }
 
 

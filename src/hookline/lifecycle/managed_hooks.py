@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,7 +27,7 @@ from hookline.errors import GuardError, Hint, LifecycleError, OptionError, RankE
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.hook import InterventionHook
 from hookline.tables import ShownAsTable, Table
-from hookline.tree import copied, map_tensors
+from hookline.tree import copied, leaves, map_tensors
 from hookline.when import HookPoint, StepSchedule, validate_points
 
 if TYPE_CHECKING:
@@ -431,7 +430,7 @@ class ManagedHooks(dict[str, "TrainingHook"]):
         self.offloads = offload
         """Whether tensors of hooks wait on the CPU between firings."""
         # The devices are remembered here, not taken from the model: some points are fired without one.
-        self._homes: WeakKeyDictionary[TrainingHook, list[torch.device]] = WeakKeyDictionary()
+        self._homes: WeakKeyDictionary[TrainingHook, dict[str, torch.device]] = WeakKeyDictionary()
         self._brought: list[TrainingHook] = []
         self._depth = 0
 
@@ -581,7 +580,7 @@ class ManagedHooks(dict[str, "TrainingHook"]):
                 self._brought.append(hook)
                 homes = self._homes.pop(hook, None)
                 if homes is not None:
-                    hook.set_state_tensors(map_tensors(hook.get_state_tensors(), partial(_back, iter(homes))))
+                    hook.set_state_tensors(_moved_to(homes, hook.get_state_tensors()))
             yield
         finally:
             self._depth -= 1
@@ -589,20 +588,17 @@ class ManagedHooks(dict[str, "TrainingHook"]):
                 self._send(self._brought.pop())
 
     def _send(self, hook: TrainingHook) -> None:
-        homes: list[torch.device] = []
-        moved = map_tensors(hook.get_state_tensors(), partial(_away, homes))
-        if any(home != _CPU for home in homes):
+        tensors = hook.get_state_tensors()
+        homes = {path: leaf.device for path, leaf in leaves(tensors) if isinstance(leaf, Tensor)}
+        if any(home != _CPU for home in homes.values()):
             self._homes[hook] = homes
-            hook.set_state_tensors(moved)
+            hook.set_state_tensors(_moved_to(dict.fromkeys(homes, _CPU), tensors))
 
 
-def _away(homes: list[torch.device], _: str, tensor: Tensor) -> Tensor:
-    homes.append(tensor.device)
-    return tensor.to(_CPU)
-
-
-def _back(homes: Iterator[torch.device], _: str, tensor: Tensor) -> Tensor:
-    return tensor.to(next(homes, tensor.device))
+def _moved_to(homes: Mapping[str, torch.device], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the same structure with each tensor on the device that `homes` has for its path."""
+    moved: dict[str, Any] = map_tensors(tensors, lambda path, tensor: tensor.to(homes.get(path, tensor.device)))
+    return moved
 
 
 # -- the weights that hooks compare with --------------------------------------------------------------------------

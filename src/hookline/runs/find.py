@@ -115,6 +115,8 @@ def find_experiment(path: str) -> FoundExperiment:
     return _found(load_object(path, wanted="an experiment", pick=_experiments_of), path)
 
 
+_DECLARED: Final = ("loop", "config_class", "strategies", "hook_sets", "hook_config", "live_metrics")
+"""What the class of an experiment may say of it."""
 _EXPERIMENT: Final = re.compile(rb"^\s*class \w+\([^)]*Experiment", re.MULTILINE)
 """Finds an experiment in the text of a file: a script would train when it is imported."""
 
@@ -130,54 +132,32 @@ def _experiments_of(module: Any) -> list[str]:
 
 
 def _found(thing: Any, path: str) -> FoundExperiment:
-    if isinstance(thing, type):
-        if not any(hasattr(thing, name) for name in ("train_step", "loss_fn")):  # an Experiment has both
-            raise OptionError(
-                f"{path} is the class {thing.__name__}, which is no Experiment and has no train_step or loss_fn; "
-                "derive it from hookline.Experiment, or name a function that makes an experiment."
-            )
-        return _of_class(thing, path)
-    if callable(thing):
-        return _of_function(thing, path)
-    # One that exists already would be no run of the seed, and every strategy would train the same.
-    raise OptionError(
-        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, or a function that makes one."
-    )
-
-
-def _of_class(cls: type, path: str) -> FoundExperiment:
+    if not callable(thing):  # one that exists already would be no run of the seed, the same for every strategy
+        raise OptionError(
+            f"{path} is {thing!r}, and hookline run takes an Experiment: its class, or a function that makes one."
+        )
+    if isinstance(thing, type) and not any(hasattr(thing, name) for name in ("train_step", "loss_fn")):
+        raise OptionError(
+            f"{path} is the class {thing.__name__}, which is no Experiment and has no train_step or loss_fn; "
+            "derive it from hookline.Experiment, or name a function that makes an experiment."
+        )
+    name = getattr(thing, "name", "") or getattr(thing, "__name__", "")
+    declared = {key: getattr(thing, key) for key in _DECLARED if hasattr(thing, key)}
     return FoundExperiment(
-        name=_folder_name(getattr(cls, "name", "") or cls.__name__),
+        name=re.sub(r"[^\w.\-]+", "_", name).strip("._") or "experiment",
         path=path,
-        make=lambda config, strategy: _call(cls, config, strategy),
-        loop=getattr(cls, "loop", "epoch"),
-        config_class=getattr(cls, "config_class", None),
-        strategies=tuple(getattr(cls, "strategies", ())),
-        hook_sets=dict(getattr(cls, "hook_sets", {})),
-        hook_config=dict(getattr(cls, "hook_config", {})),
-        live_metrics=dict(getattr(cls, "live_metrics", {})),
+        make=lambda config, strategy: _call(thing, config, strategy),
+        **declared,
     )
 
 
 def _call(make: Callable[..., Any], config: Any, strategy: str) -> Any:
-    """Call ``make(config, strategy)``, or with as many of the two as it takes."""
-    parameters = inspect.signature(make).parameters.values()
-    by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    """Call a class with as many of the two as it takes; a function without arguments, or with the ``strategy``."""
+    parameters = inspect.signature(make).parameters
+    if not isinstance(make, type):
+        return make(strategy=strategy) if "strategy" in parameters else make()
+    by_place = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return make(*(config, strategy)[: len(by_place)])
-
-
-def _of_function(function: Callable[..., Any], path: str) -> FoundExperiment:
-    """Return the experiment that a function makes, without arguments or with the ``strategy``."""
-    takes_strategy = "strategy" in inspect.signature(function).parameters
-
-    def make(config: Any, strategy: str) -> Any:
-        return function(strategy=strategy) if takes_strategy else function()
-
-    return FoundExperiment(_folder_name(getattr(function, "__name__", "experiment")), path, make)
-
-
-def _folder_name(name: str) -> str:
-    return re.sub(r"[^\w.\-]+", "_", name).strip("._") or "experiment"
 
 
 # -- making ----------------------------------------------------------------------------------------------------
@@ -201,23 +181,6 @@ class RunExperiment:
     def unit(self) -> str:
         """``"epochs"`` or ``"steps"``."""
         return f"{self.loop}s"
-
-    @property
-    def bare_model(self) -> Any:
-        """The model without what averages gradients over ranks."""
-        from hookline.training.experiment import bare_model
-
-        return bare_model(self.experiment.model)
-
-    @property
-    def device(self) -> Any:
-        """The device of the model."""
-        return next((one.device for one in self.experiment.model.parameters()), "cpu")
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of its first parameter."""
-        return next((one.dtype for one in self.experiment.model.parameters()), None)
 
     @property
     def epochs_to_snapshot(self) -> int | None:

@@ -41,6 +41,7 @@ from hookline.runs.folder import (
 )
 from hookline.runs.read import placed_files
 from hookline.training.checkpoints import Checkpoints, lock_folder
+from hookline.training.experiment import bare_model
 from hookline.tree import leaves
 from hookline.when import HookPoint
 
@@ -92,7 +93,9 @@ class Session:
             stack.enter_context(self._built.attached(made))  # first, as factories and sinks may raise
             sinks = self._make_sinks(made)
             folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
-            threads = self._set_threads(folder)
+            threads, change = set_threads(self._run.threads, read_run_json(folder).get("threads"))
+            if change:
+                self._shown.say(change)
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             log = folder / LOG if self.hooks else None
@@ -118,13 +121,6 @@ class Session:
         folder = newest_run(output_dir, name, strategy) if self._asked.how.resume else None
         return (new_folder(output_dir, name, strategy), False) if folder is None else (folder, True)
 
-    def _set_threads(self, folder: Path) -> int:
-        """Set the number of torch threads, and say if it is another than before."""
-        threads, change = set_threads(self._run.threads, read_run_json(folder).get("threads"))
-        if change:
-            self._shown.say(change)
-        return threads
-
     def _facts(self, made: RunExperiment, strategy: str, threads: int) -> dict[str, Any]:
         """Return what is known of the run before it begins."""
         run = self._run
@@ -140,9 +136,7 @@ class Session:
             "seed": run.seed,
             "threads": threads,
             "ranks": launched_ranks()[1],
-            "device": str(made.device),
-            "dtype": str(made.dtype).removeprefix("torch."),
-            "model": model_facts(made.bare_model),
+            **model_facts(bare_model(made.experiment.model)),
         }
 
     # -- training --------------------------------------------------------------------------------------------

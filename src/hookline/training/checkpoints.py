@@ -277,22 +277,22 @@ def _without_shared(core: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
 
 
 def read_checkpoint(
-    path: Path, model: nn.Module, home: Callable[[torch.device], torch.device], rank: int, count: int
+    path: Path, model: nn.Module, home: Callable[[torch.device], torch.device], ranks: OneProcess
 ) -> dict[str, Any]:
-    """Return the tree of a checkpoint for one of `count` ranks, with sharded tensors laid out like the model's."""
+    """Return the tree of a checkpoint for this rank, with sharded tensors laid out like the model's."""
     is_folder = path.suffix == SUFFIX
     first = checkpoint_file.read(path / "rank0.pt" if is_folder else path, home)
     saved = first.get("ranks", 1)
     if is_folder and len(list(path.glob("rank*.pt"))) != saved:
         raise CheckpointError(f"{path} is not whole: it has not the files of {saved} ranks.")
-    if saved != count:
+    if saved != ranks.size:
         raise ResumeError(
-            f"{path} was saved by {_processes(saved)}, and {_processes(count)} would continue with it. Next: resume "
-            f"with {_processes(saved)}, or begin a run in another folder."
+            f"{path} was saved by {_processes(saved)}, and {_processes(ranks.size)} would continue with it. Next: "
+            f"resume with {_processes(saved)}, or begin a run in another folder."
         )
     tree = first
-    if rank > 0:
-        tree = checkpoint_file.read(path / f"rank{rank}.pt", home)
+    if ranks.rank > 0:
+        tree = checkpoint_file.read(path / f"rank{ranks.rank}.pt", home)
         for held, shared in zip(_holders(tree["core"]), _holders(first["core"]), strict=True):
             held |= {key: value for key, value in shared.items() if key not in held}
     placed: dict[str, Any] = place_parts(tree, model.parameters())
@@ -323,7 +323,6 @@ class Saving(NotSaved):
             raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
         super().__init__(run)
         self._ranks = run.ranks
-        self._rank, self._count = run.ranks.rank, run.ranks.size
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         self._core = RunState(self._experiment)
@@ -362,7 +361,7 @@ class Saving(NotSaved):
             yield
 
     def _lock(self, stack: ExitStack) -> None:
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             self._checkpoints.begin()
             stack.enter_context(lock_folder(self._checkpoints.folder))
 
@@ -381,7 +380,7 @@ class Saving(NotSaved):
 
         def load() -> None:
             try:
-                tree.update(read_checkpoint(path, model, self._home, self._rank, self._count))
+                tree.update(read_checkpoint(path, model, self._home, self._ranks))
             except (CheckpointError, ResumeError):
                 raise
             except Exception as error:  # the same class on this rank as on the others, which go on to an older one
@@ -443,17 +442,16 @@ class Saving(NotSaved):
 
     def batches(self, *, resumed: bool) -> Iterator[Any]:
         """Return the batches of the pass, or those that are left of it."""
-        if resumed:
-            assert self._loaded is not None
-            loader, core = self._loaded["loader"], self._loaded["core"]
-            batches = self._passes.go_on(loader, self._run.epoch, self._run.done)
-            self._core.load_own(core["own"])  # to make the loader again may have changed what the experiment counts
-            self._passes.set_now(loader)
-            set_streams(core["streams"], self._experiment.model)
-            self._loaded = None
-            return self._until_stopped(batches)
-        self._loaded = None
-        return self._until_stopped(super().batches(resumed=False))
+        loaded, self._loaded = self._loaded, None
+        if not resumed:
+            return self._until_stopped(super().batches(resumed=False))
+        assert loaded is not None
+        loader, core = loaded["loader"], loaded["core"]
+        batches = self._passes.go_on(loader, self._run.epoch, self._run.done)
+        self._core.load_own(core["own"])  # to make the loader again may have changed what the experiment counts
+        self._passes.set_now(loader)
+        set_streams(core["streams"], self._experiment.model)
+        return self._until_stopped(batches)
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -584,7 +582,7 @@ class Saving(NotSaved):
             self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
-            "ranks": self._count,
+            "ranks": self._ranks.size,
             "loop": self._run.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),

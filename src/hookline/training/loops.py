@@ -22,7 +22,8 @@ from hookline.when import HookPoint
 
 _NO_BATCH: Final = "The loader gave no batch in {} {}: is it empty, or can it be iterated only once?"
 _SNAPSHOT_EVERY: Final = {"epoch": 1, "step": 100}
-_POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+"""The points that each loop fires."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def _start_run(
         manager.reset_all()
     if run_context:
         manager.set_run_context(**run_context)
-    for sentence in manager.plan.will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
+    for sentence in manager.plan.will_not_fire(POINTS[loop] if every else POINTS[loop] - {HookPoint.SNAPSHOT}):
         warn_user(sentence)
     run = Run(experiment, loop, manager, manager.output.ranks)
     run.next_epoch = first

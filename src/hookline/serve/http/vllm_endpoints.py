@@ -28,7 +28,7 @@ from hookline.engines.vllm.vllm_hooks import check_answers, merge_hooks, merge_m
 from hookline.serve.http.app import make_hook_app
 from hookline.serve.http.error_answers import Refused, json_response
 from hookline.serve.http.generation_routes import base64_data
-from hookline.serve.http.hook_routes import HookPaths
+from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths
 from hookline.serve.http.request_gate import Settings
 
 logger = logging.getLogger("hookline.engines.vllm")
@@ -38,8 +38,6 @@ _PATHS: Final = ("/hooks", "/hooks/{id}", "/hooks/results/{key}")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 """All of them, so that ours answers those that a path does not take. vLLM's start fails on a route without methods."""
 _ADD: Final = "hookline_add"
-_PATIENCE_S: Final = 60.0
-"""How long a route waits for the workers: they are in a step, and its next comes first."""
 _COUNTS: Final = ("steps", "eager_steps", "prompt_tokens", "not_computed")
 """Of the engine; each worker counts the same."""
 
@@ -157,10 +155,10 @@ class WorkerCalls(HookPaths):
             raise Refused(503, "The engine is not ready; ask /health until it is.", headers={"Retry-After": "2"})
         asked: asyncio.Future[Any] = asyncio.ensure_future(self.client.collective_rpc(method, args=args))
         try:
-            return list(await asyncio.wait_for(asyncio.shield(asked), _PATIENCE_S))
+            return list(await asyncio.wait_for(asyncio.shield(asked), PATIENCE_S))
         except TimeoutError:
             asked.add_done_callback(partial(self._on_late, method))
-            raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
+            raise Refused(503, f"The engine had no time for this within {PATIENCE_S:g} s; try again.") from None
         except Exception as error:
             logger.warning("workers did not answer %s", method, exc_info=error)
             text = f"The workers did not answer ({type(error).__name__}); see the server's log. Do they have hooks"
