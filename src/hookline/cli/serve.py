@@ -186,7 +186,10 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
     def make() -> Engine:
         from hookline.serve import Engine, load
 
-        _no_bars_in_logs()
+        if not sys.stderr.isatty():  # a progress bar is one long line in a file
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
         logger.info("loading %s", model)
         made, tokenizer = load(
             model, dtype=options.dtype or "auto", device=options.device, with_tokenizer=not options.no_tokenizer
@@ -223,11 +226,3 @@ def _attach(engine: Engine, specs: Sequence[Any], *, strict: bool) -> None:
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
-
-
-def _no_bars_in_logs() -> None:
-    """Switch off the progress bar of transformers, which is one long line in a file."""
-    if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()

@@ -690,10 +690,20 @@ def make_manager(
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
+        if not isinstance(manager, HookManager):
+            raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
         others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
-        _check_manager(manager, [f"{name}=" for name, value in others.items() if value is not None])
+        if beside := [f"{name}=" for name, value in others.items() if value is not None]:
+            raise OptionError(
+                f"manager= has its hooks and sinks already, and {', '.join(beside)} was given beside it. Next: give "
+                "them to the manager."
+            )
         return manager, []
-    built = _built(run_file)
+    built = Built()
+    if run_file is not None:
+        from hookline.runs.read import read_file  # takes 0.4 s to import
+
+        built = build(read_file(run_file))
     given = list(hooks) if isinstance(hooks, list | tuple | set | frozenset) else [] if hooks is None else [hooks]
     listed = [*built.hooks, *given]
     if not _has(ALWAYS, listed):
@@ -708,15 +718,6 @@ def make_manager(
         **{"flush_every": _STEPS_TO_FLUSH, **options},
     )
     return made, built.specs
-
-
-def _built(run_file: str | Path | None) -> Built:
-    """Return what a run file names; it is read by what takes 0.4 s to import."""
-    if run_file is None:
-        return Built()
-    from hookline.runs.read import read_file
-
-    return build(read_file(run_file))
 
 
 def with_recorder(hooks: Iterable[Any]) -> list[Any]:
@@ -743,16 +744,6 @@ def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> 
             raise OptionError(f"{name}= belongs to the watch: hooks=[hookline.watch(model, {name}=...)].")
         if name not in known:
             raise OptionError(f"There is no option {name}= here.{unknown_name_text(name, known)}")
-
-
-def _check_manager(manager: Any, given: list[str]) -> None:
-    if not isinstance(manager, HookManager):
-        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
-    if given:
-        raise OptionError(
-            f"manager= has its hooks and sinks already, and {', '.join(given)} was given beside it. Next: give them to "
-            "the manager."
-        )
 
 
 # -- the logger of a host -----------------------------------------------------------------------------------

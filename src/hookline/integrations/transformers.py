@@ -128,7 +128,8 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
         """End an epoch; if the Trainer is going to evaluate, after that."""
         with self._ends_if_it_fails():
             self._host.finish_steps()
-            self._awaited = self._evaluations() if control.should_evaluate else 0
+            data = getattr(self._trainer, "eval_dataset", None)
+            self._awaited = (len(data) if isinstance(data, dict) else 1) if control.should_evaluate else 0
             if not self._awaited:
                 self._host.end_epoch()
 
@@ -208,10 +209,6 @@ class HooklineCallback(HostCallback, TrainerCallback):  # type: ignore[misc]  # 
             warn_user(f"There is no {file.name} in {folder}, so hooks begin anew.")
 
     # -- the trainer ---------------------------------------------------------------------------------------------
-
-    def _evaluations(self) -> int:
-        data = getattr(self._trainer, "eval_dataset", None)
-        return len(data) if isinstance(data, dict) else 1
 
     def _compute_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the Trainer's loss of a batch, for interventions; the sums that trainers of TRL keep stay as they are.

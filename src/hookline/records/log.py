@@ -452,7 +452,8 @@ class RecordLog(Log):
             if self._waiting and file.size != self.size - len(self._waiting):
                 raise FileExistsError(f"{self.path} was written by another process meanwhile")
             if not file.size and not self._waiting:
-                file.write(self._first_line())
+                # The time tells this log from another one; home tells places in it, should the folder be moved.
+                file.write(json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)}))
         except BaseException:
             lock.release()
             raise
@@ -461,10 +462,6 @@ class RecordLog(Log):
             self.size = self.newest = file.size
             numbers = (_record_number(line) for line in super()._lines(0))
             self.number = max(self.number, 1 + max((n for n in numbers if n is not None), default=-1))
-
-    def _first_line(self) -> bytes:
-        # The time tells this log from another one; places in the folder are told from others, should it be moved.
-        return json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)})
 
     def _lines(self, offset: int) -> Iterator[bytes]:
         in_file = self.size - len(self._waiting)
@@ -490,8 +487,8 @@ class RecordLog(Log):
             if done < len(lines):
                 self._file.write_rest(lines, done)
         except (OSError, OptionError) as error:  # an OptionError if another process writes a log there by now
-            self._waiting = lines
-            self._fail(error)
+            self._waiting, self.error = lines, error
+            self._back_off.fail()
         except BaseException:
             self.size = self.newest = self.size if self._file is None else self._file.size
             raise
@@ -499,10 +496,6 @@ class RecordLog(Log):
             if self.error is not None:
                 self.error = None
                 self._back_off.reset()
-
-    def _fail(self, error: Exception) -> None:
-        self._back_off.fail()
-        self.error = error
 
 
 class NoLog:

@@ -165,11 +165,6 @@ CoreLoader.add_constructor(
 )
 
 
-def _read_yaml(text: str) -> Any:
-    """Return the value of `text`; aliases are written out, so values share nothing."""
-    return own_copy(yaml.load(text, CoreLoader))
-
-
 def _lines_below(root: Any) -> Lines:
     """Return the line of each value; of one in a mapping, that of its key."""
     found: Lines = {}
@@ -203,7 +198,8 @@ def _compose_json(text: str) -> Any:
     return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-_YAML: Final = ("YAML", _read_yaml, partial(yaml.compose, Loader=CoreLoader))
+# A copy of what YAML gives: aliases are written out, so that values share nothing.
+_YAML: Final = ("YAML", lambda text: own_copy(yaml.load(text, CoreLoader)), partial(yaml.compose, Loader=CoreLoader))
 _READERS: Final[dict[str, tuple[str, Callable[[str], Any], Callable[[str], Any] | None]]] = {
     ".yaml": _YAML,
     ".yml": _YAML,

@@ -173,10 +173,6 @@ class Sink(_Part):
         return self
 
 
-def _as_sink(value: Any) -> Any:
-    return {"sink": value} if isinstance(value, str) else value
-
-
 class Sinks(_Part):
     """Where metrics go, beside the record log and the console."""
 
@@ -204,7 +200,7 @@ class Sinks(_Part):
     prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), _sink_flag("hook_prometheus", "PORT")] = None
     """A page of the newest values on a port of this machine; 0: one that is free."""
     others: Annotated[
-        list[Annotated[Sink, BeforeValidator(_as_sink)]],
+        list[Annotated[Sink, BeforeValidator(lambda given: {"sink": given} if isinstance(given, str) else given)]],
         _sink_flag("hook_sink", "NAME|PKG.MOD:CLASS ..."),
     ] = []
     """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of

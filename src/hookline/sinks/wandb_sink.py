@@ -109,7 +109,9 @@ class WandbSink(RunSink):
         place = given["dir"] or (None if folder is None else str(folder))
         if place is not None:
             Path(place).mkdir(parents=True, exist_ok=True)
-        id_file = self._id_file()
+        id_file = None  # of a run of which nothing is kept
+        if folder is not None and not self._is_replay:
+            id_file = folder / "wandb" / f"run_id_{file_name(given['project'])}.txt"
         run_id = id_file.read_text().strip() or None if id_file is not None and id_file.is_file() else None
         group = f"{known.get('experiment_name') or given['project']}_{self._started}"
         try:
@@ -143,11 +145,6 @@ class WandbSink(RunSink):
             "'wandb login' first."
         )
         return "offline"
-
-    def _id_file(self) -> Path | None:
-        """Return the file with the id of the W&B run; None for a run of which nothing is kept."""
-        folder = None if self._is_replay else self._context.folder
-        return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._options['project'])}.txt"
 
     def end_run(self) -> None:
         """Finish the run; W&B's own process sends what it holds before this returns."""

@@ -311,9 +311,6 @@ def _processes(number: int) -> str:
 
 # -- saving and going on -------------------------------------------------------------------------------------------
 
-_PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "loader", "manager", "demand")
-"""What a checkpoint of a run has."""
-
 
 class Saving(NotSaved):
     """Save a run, and load one."""
@@ -400,9 +397,6 @@ class Saving(NotSaved):
 
     def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that does not fit, before anything is loaded."""
-        missing = [name for name in _PARTS if name not in saved]
-        if missing:
-            raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
         if saved["loop"] != self._run.loop:
             raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._run.loop} loop is to continue.")
         changed = differences(saved["settings"], self._settings)

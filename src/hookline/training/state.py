@@ -89,10 +89,11 @@ class RunState:
         experiment = self._experiment
         # The usual step sets gradients to zero first; a step of one's own may look at those of before.
         gradients = gradients or experiment.has_own("train_step")
+        elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
         return {
             "model": save_object(experiment.model, gradients=gradients),
             **{name: self._save_part(name) for name in _PARTS},
-            "own": self._save_own(),
+            "own": {name: _saved(value, elsewhere) for name, value in experiment.state.items()},
             "streams": streams(experiment.model),
         }
 
@@ -101,11 +102,6 @@ class RunState:
         if part is not None and not has_state(part):
             raise CheckpointError(f"The {name}, {type_name(part)}, has no state_dict() and load_state_dict().")
         return None if part is None else save_object(part)
-
-    def _save_own(self) -> dict[str, Any]:
-        experiment, declared = self._experiment, self._experiment.state
-        elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
-        return {name: _saved(value, elsewhere) for name, value in declared.items()}
 
     # -- loading -----------------------------------------------------------------------------------------------
 
