@@ -402,11 +402,7 @@ def cells(found: dict[str, Any]) -> tuple[str, str, str]:
         return ("no", "", "") if left is None else ("leaves something behind", "", left["names"][0])
     names = difference["names"]
     if names[0].startswith("error"):
-        return (
-            "raises",
-            f"step {difference['step']}",
-            names[0].removeprefix("error: ").partition(":")[0],
-        )
+        return ("raises", f"step {difference['step']}", names[0].removeprefix("error: ").partition(":")[0])
     is_final = any(name.startswith("weight ") for name in found["end_differs"])
     where = "the start" if difference["step"] < 0 else f"step {difference['step']}"
     return ("**yes**" if is_final else "yes, not the weights"), where, names[0]

@@ -56,12 +56,7 @@ def while_on(subject: Subject, setting: Setting) -> Iterator[Row]:
         box[0].clear()
         subject.forward()
 
-    hooked = {
-        "bare": nullcontext,
-        "torch": hand,
-        "torch again": hand,
-        "ours": ours,
-    }
+    hooked = {"bare": nullcontext, "torch": hand, "torch again": hand, "ours": ours}
     trials = [trial(name, run, inner=subject.inner, hooked=on, device=setting.device) for name, on in hooked.items()]
     samples = interleave(trials, setting.rounds(300 if subject.shape is TINY else 40))
     yield Row(

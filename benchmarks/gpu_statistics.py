@@ -85,11 +85,7 @@ def eager_at(setting: Setting, training: Training, limit: float) -> Iterator[Row
     model = training.model
     ways: dict[str, tuple[str, float | None, Callable[[], AbstractContextManager[object]]]] = {
         "watch": ("`hl.watch` on 100 modules, forward and backward, every step", limit, lambda: watching(training)),
-        "watch of all": (
-            "`hl.watch` on all 150 modules, containers too",
-            None,
-            lambda: watching(training, target="*"),
-        ),
+        "watch of all": ("`hl.watch` on all 150 modules, containers too", None, lambda: watching(training, target="*")),
         "empty hooks": ("empty forward and gradient hooks", None, lambda: by_hand(model, nothing)),
         "torch ops": ("the same by torch, without waiting", None, lambda: by_hand(model, without_waiting)),
         "item": ("six numbers by `.item()`", None, lambda: by_hand(model, naive)),

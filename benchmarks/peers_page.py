@@ -47,10 +47,7 @@ STYLE: Mapping[str, Any] = {
 def keep(path: Path, family: str, found: Sequence[Result]) -> None:
     """Put the results of a family into the file, in place of the older ones of that family."""
     families = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    families[family] = {
-        "head": head_lines("CPU"),
-        "results": [_plain(result) for result in found],
-    }
+    families[family] = {"head": head_lines("CPU"), "results": [_plain(result) for result in found]}
     parts = [_lines(name, families[name]) for name in TITLES if name in families]
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 

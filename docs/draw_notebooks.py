@@ -12,11 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "notebook.png"
-CELLS = [
-    ("watch", "hl.find(model)"),
-    ("watch", "watch"),
-    ("capture_and_patch", 'cache["blocks.1"]'),
-]
+CELLS = [("watch", "hl.find(model)"), ("watch", "watch"), ("capture_and_patch", 'cache["blocks.1"]')]
 """Notebooks, and the last lines of their cells."""
 STYLE = """
 body { margin: 0; display: flex; align-items: stretch; font: 13px/1.45 'DejaVu Sans', sans-serif }

@@ -31,12 +31,7 @@ __all__ = [
 ]
 
 _TEXT: dict[str, Any] = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
-_LAYERS: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+_LAYERS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _BERT = {**_LAYERS, "vocab_size": 31, "max_position_embeddings": 16, "num_labels": 3}
 _TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_TEXT, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}),
@@ -55,11 +50,7 @@ _TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertModel", _BERT),
     "bert_classifier": ("BertConfig", "BertForSequenceClassification", _BERT),
     "bert_language": ("BertConfig", "BertForMaskedLM", _BERT),
-    "vit": (
-        "ViTConfig",
-        "ViTForImageClassification",
-        {**_LAYERS, "image_size": 8, "patch_size": 4, "num_labels": 3},
-    ),
+    "vit": ("ViTConfig", "ViTForImageClassification", {**_LAYERS, "image_size": 8, "patch_size": 4, "num_labels": 3}),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",

@@ -5,18 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drawing import runs
-from drawing.canvas import (
-    BLUE,
-    COLOURS,
-    GREY,
-    ORANGE,
-    STRATEGIES,
-    line,
-    logarithmic,
-    mark,
-    panels,
-    turning_points,
-)
+from drawing.canvas import BLUE, COLOURS, GREY, ORANGE, STRATEGIES, line, logarithmic, mark, panels, turning_points
 
 
 def draw_weight_tracking() -> Any:

@@ -22,9 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "counterfactual": {"k": 2},
     "counterfactual_validator": {"k": 1},
 }
-DUE = {
-    "adam_dynamics": [10, 11, 12, 20, 21, 22],
-}
+DUE = {"adam_dynamics": [10, 11, 12, 20, 21, 22]}
 """Of 25 steps, those at which it reports."""
 
 

@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import (
-    GPU,
-    TokenModel,
-    context,
-    cos,
-    flat,
-    made,
-    random_grads,
-    singular_values,
-    token_experiment,
-)
+from helpers_analyses import GPU, TokenModel, context, cos, flat, made, random_grads, singular_values, token_experiment
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -14,10 +14,7 @@ import hookline as hl
 from hookline.cli.main import COMMANDS, main
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["run", "--help"], ["--version"], ["replay", "-h"]],
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"], ["replay", "-h"]])
 def test_help_comes_without_torch(arguments):
     """Not one module of it."""
     code = (

@@ -104,15 +104,7 @@ def test_the_help_of_an_experiment_shows_its_own_options(capsys):
     assert text.count("--seed") == 1
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--epochs", "many"),
-        ("--lr", "fast"),
-        ("--kind", "narrow"),
-        ("--lr",),
-    ],
-)
+@pytest.mark.parametrize("flags", [("--epochs", "many"), ("--lr", "fast"), ("--kind", "narrow"), ("--lr",)])
 def test_a_value_of_another_type_is_refused(flags, capsys, tmp_path):
     """By the flag's name, before anything is written."""
     assert run_here("run", TINY, *flags) == 2

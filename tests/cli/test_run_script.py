@@ -407,12 +407,7 @@ for step, x in enumerate(DataLoader(torch.randn(30, 4), 1)):
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "status"),
-    [
-        ("break", 0, "finished"),
-        ("raise", 1, "failed"),
-        ("SIGTERM", 143, "stopped"),
-    ],
+    ("end", "code", "status"), [("break", 0, "finished"), ("raise", 1, "failed"), ("SIGTERM", 143, "stopped")]
 )
 def test_however_a_script_ends_its_last_step_is_reported(
     end: str, code: int, status: str, folder: Path, capfd: Any
@@ -449,11 +444,7 @@ os.kill(os.getpid(), getattr(signal, sys.argv[1])) if sys.argv[1].startswith("SI
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "words"),
-    [
-        ("SIGKILL", 137, "failed, by signal 9 (SIGKILL)"),
-        ("250", 250, "failed"),
-    ],
+    ("end", "code", "words"), [("SIGKILL", 137, "failed, by signal 9 (SIGKILL)"), ("250", 250, "failed")]
 )
 def test_a_script_that_is_killed_has_failed_and_its_log_is_there(
     end: str, code: int, words: str, folder: Path, capfd: Any

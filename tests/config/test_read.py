@@ -62,10 +62,7 @@ def test_yaml_names_no_python_object(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "a.yaml"])
 def test_windows_files_are_read_with_their_lines(tmp_path, name):
     """A byte order mark, and two characters at the end of each line."""
-    text = {
-        "a.json": '{\n"a": 1,\n\t"b": [\n2]}\n',
-        "a.yaml": "# c\na: 1\nb:\n- 2\n",
-    }
+    text = {"a.json": '{\n"a": 1,\n\t"b": [\n2]}\n', "a.yaml": "# c\na: 1\nb:\n- 2\n"}
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text[name].replace("\n", "\r\n").encode())
     document = read_document(tmp_path / name)
     assert document.values == {"a": 1, "b": [2]}

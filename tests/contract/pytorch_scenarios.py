@@ -399,11 +399,7 @@ def everywhere_backward_pre(register):
 @row(
     "register_module_full_backward_hook",
     everywhere("backward"),
-    (
-        [("Scale", [FIVE], [ONE]), ("Sequential", [FIFTEEN], [ONE]), ("Weighted", [FIFTEEN], [FIVE])],
-        FIFTEEN,
-        FIFTY,
-    ),
+    ([("Scale", [FIVE], [ONE]), ("Sequential", [FIFTEEN], [ONE]), ("Weighted", [FIFTEEN], [FIVE])], FIFTEEN, FIFTY),
 )
 def everywhere_backward(register):
     """All modules; edits count."""

@@ -33,8 +33,7 @@ def actor_critic() -> hl.metta.PolicyAutoBuilder:
     torch.manual_seed(0)
     return hl.metta.PolicyAutoBuilder(
         OrderedDict(
-            actor_mlp=nn.Sequential(nn.Linear(4, 8), nn.ReLU()),
-            critic_head=nn.Sequential(nn.Linear(8, 1), nn.Tanh()),
+            actor_mlp=nn.Sequential(nn.Linear(4, 8), nn.ReLU()), critic_head=nn.Sequential(nn.Linear(8, 1), nn.Tanh())
         )
     )
 

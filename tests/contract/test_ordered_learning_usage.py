@@ -32,10 +32,7 @@ def test_loop_points_by_type_of_loop():
     class TrainingMetricsHook(TrainingHook):
         name = "training_metrics"
         hook_points = {HookPoint.POST_STEP, HookPoint.POST_EPOCH}
-        loop_points = {
-            "epoch": {HookPoint.POST_EPOCH},
-            "step": {HookPoint.POST_STEP},
-        }
+        loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP}}
 
         def compute(self, ctx: RunDataContext) -> dict[str, Any]:
             return {"loss": ctx.loss, "learning_rate": ctx.lr}
@@ -179,11 +176,7 @@ def test_hook_sets_and_keywords(own_registry):
     define(TrainingHook, "some_observer")
     define(InterventionHook, "some_intervention")
     define(DebugInterventionHook, "some_validator")
-    hook_sets = {
-        "nothing": [],
-        "light": ["some_observer"],
-        "everything": ["some_observer", "some_intervention"],
-    }
+    hook_sets = {"nothing": [], "light": ["some_observer"], "everything": ["some_observer", "some_intervention"]}
     for name, hooks in hook_sets.items():
         HookRegistry.add_group(name, hooks)
     assert HookRegistry.resolve("nothing") == []

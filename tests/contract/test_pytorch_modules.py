@@ -99,14 +99,7 @@ def test_torchs_own_backward_hooks_on_the_same_module_keep_working(editing):
 
 @pytest.mark.parametrize(
     ("returned", "args"),
-    [
-        (7, (7,)),
-        ([1, 2], ([1, 2],)),
-        ((1, 2), (1, 2)),
-        ((), ()),
-        (None, ("x",)),
-        (0, (0,)),
-    ],
+    [(7, (7,)), ([1, 2], ([1, 2],)), ((1, 2), (1, 2)), ((), ()), (None, ("x",)), (0, (0,))],
     ids=["value", "list", "tuple", "empty", "none", "falsy"],
 )
 def test_what_a_pre_hook_returns_becomes_the_arguments(returned, args):

@@ -152,10 +152,7 @@ def test_the_order_around_a_computed_tensor_is_tensor_retain_grad_node_pre_node_
 
 @pytest.mark.parametrize(
     ("library", "order"),
-    [
-        ("torch", [("backward_pre", 1.0), ("tensor", 2.0)]),
-        ("hookline", [("tensor", 1.0), ("backward_pre", 1.0)]),
-    ],
+    [("torch", [("backward_pre", 1.0), ("tensor", 2.0)]), ("hookline", [("tensor", 1.0), ("backward_pre", 1.0)])],
 )
 def test_a_tensor_hook_put_on_in_a_forward_hook_comes_as_documented_beside_the_modules_backward_pre(library, order):
     """In torch it hangs on a tensor inside of the module's own node, in hookline on the output itself (sources.md)."""

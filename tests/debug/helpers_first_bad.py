@@ -81,12 +81,7 @@ class Run:
     """The model with its optimizer; ``bad[ids]`` is what is planted in the gate of layer ``at`` for that batch."""
 
     def __init__(
-        self,
-        planted: Callable[[Tensor], Tensor] | None = None,
-        *,
-        at: int = 7,
-        when: int = 2,
-        device: str = "cpu",
+        self, planted: Callable[[Tensor], Tensor] | None = None, *, at: int = 7, when: int = 2, device: str = "cpu"
     ) -> None:
         torch.manual_seed(0)
         self.model = Planted().to(device)

@@ -208,8 +208,7 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
 
 
 @pytest.mark.parametrize(
-    ("planted", "whole"),
-    [(root_of_zero, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ("planted", "whole"), [(root_of_zero, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 def test_all_on_one_model_report_what_each_does_alone(planted: Any, whole: bool, tmp_path: Path) -> None:
     """The weights are those of a run with none of them, bit for bit, and modules have one hook for each direction."""

@@ -272,12 +272,7 @@ def kept(config: Any) -> Any:
 
 def spec(folder: Any, **config: Any) -> dict[str, Any]:
     """A spec of the factory on all layers."""
-    return {
-        "target_modules": ["#"],
-        "hook_factory": kept,
-        "observe": True,
-        "config": {"folder": str(folder), **config},
-    }
+    return {"target_modules": ["#"], "hook_factory": kept, "observe": True, "config": {"folder": str(folder), **config}}
 
 
 def test_forwards_of_requests_are_steps_with_their_rows(tmp_path):

@@ -65,12 +65,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert folder.steps == (0, 1)
     first, second, third = folder.records
     assert [each.order for each in folder.records] == [0, 1, 2]
-    assert (first.site, first.kind, first.dtype, first.shape) == (
-        "layers.0",
-        "output",
-        "float32",
-        (2, 2, 3),
-    )
+    assert (first.site, first.kind, first.dtype, first.shape) == ("layers.0", "output", "float32", (2, 2, 3))
     assert (first.placements, second.call, third.step) == (LAID, 1, 1)
     assert second.fingerprint == Fingerprint(12, 5.0, 6.0, 7.0, 8, 9, 2**64 - 2, (2.0, 3.0))
     assert torch.equal(first.tensor(), kept[0])

@@ -149,11 +149,7 @@ def test_a_watched_run_ends_with_the_same_bits(how):
 
 
 @on_ranks.case(
-    fault=[
-        ("ddp", "forward", "up", "NaN"),
-        ("fsdp2", "forward", "down", "NaN"),
-        ("ddp", "backward_pre", "norm", "Inf"),
-    ]
+    fault=[("ddp", "forward", "up", "NaN"), ("fsdp2", "forward", "down", "NaN"), ("ddp", "backward_pre", "norm", "Inf")]
 )
 def test_the_first_trouble_names_step_micro_batch_rank_and_layer(fault):
     """On rank 1 in the second micro-batch of the third step, in an output or its gradient; from then on everywhere."""

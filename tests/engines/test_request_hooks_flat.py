@@ -12,11 +12,7 @@ from hookline.errors import NoMatchError, NotAllowedError, OptionError
 from hookline.observe.tokens import Tokens, serving
 
 KEYS, LENGTHS = ("a", "b", "c"), (1, 3, 1)
-STEER = {
-    "target_modules": ["0"],
-    "hook_factory": "hookline.factories:steer",
-    "config": {"vector": [10.0, 10.0]},
-}
+STEER = {"target_modules": ["0"], "hook_factory": "hookline.factories:steer", "config": {"vector": [10.0, 10.0]}}
 STATS = {"target_modules": ["0"], "hook_factory": "hookline.factories:activation_stats", "name": "s"}
 
 

@@ -10,11 +10,7 @@ from hookline.engines.vllm import VllmHooks, extension
 from hookline.errors import HookNameError, OptionError
 from hookline.factories import ProbeHead
 
-STEER = {
-    "target_modules": ["layers.1"],
-    "hook_factory": "hookline.factories:steer",
-    "config": {"vector": [1.0] * 4},
-}
+STEER = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:steer", "config": {"vector": [1.0] * 4}}
 BOTH = {"a-00000001": 3, "b-00000002": 2}
 
 

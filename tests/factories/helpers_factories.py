@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.exporting import ExportRecord
 
-__all__ = [
-    "PADDED",
-    "Batch",
-    "Decoder",
-    "Layer",
-    "Mode",
-    "Named",
-    "Wrapped",
-    "exported",
-]
+__all__ = ["PADDED", "Batch", "Decoder", "Layer", "Mode", "Named", "Wrapped", "exported"]
 
 WIDTH = 8
 PADDED = Tokens.padded(("a", "b"), ((1, 2, 3), (9,)), (0, 0), "prefill")

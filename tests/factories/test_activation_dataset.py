@@ -14,14 +14,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.errors import HookSignatureError, OptionError
-from hookline.factories import (
-    ActivationDataset,
-    export,
-    export_activations,
-    read_export,
-    serving,
-    train_probe,
-)
+from hookline.factories import ActivationDataset, export, export_activations, read_export, serving, train_probe
 from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]

@@ -11,12 +11,7 @@ from safetensors.torch import save_file
 
 import hookline as hl
 from hookline import factories
-from hookline.factories import (
-    exporting,
-    probing,
-    steering,
-    streaming_stats,
-)
+from hookline.factories import exporting, probing, steering, streaming_stats
 
 FACTORIES = ("activation_stats", "export", "nan_alarm", "steer", "probe")
 NEEDED: dict[str, dict[str, Any]] = {

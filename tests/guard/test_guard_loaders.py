@@ -8,11 +8,7 @@ import pytest
 import torch
 from helpers_guard import Run, context_of, small_context, small_loss
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from hookline.errors import LifecycleError
 from hookline.guard.guard import Guard

@@ -44,12 +44,7 @@ def test_counts_equal_the_reference(batches, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    shapes,
-    st.lists(st.sampled_from(DTYPES), min_size=1, max_size=5),
-    st.floats(0, 0.999),
-    st.integers(0, 10**6),
-)
+@given(shapes, st.lists(st.sampled_from(DTYPES), min_size=1, max_size=5), st.floats(0, 0.999), st.integers(0, 10**6))
 def test_fisher_equals_the_reference(shape, dtypes, beta, seed):
     """Running mean of squares: within 1e-5 of float64, whatever the type of the gradients."""
     state, mean = hl.metta.FisherInformationState(beta), torch.zeros(shape, dtype=torch.float64)

@@ -23,11 +23,7 @@ import hookline as hl
 PROMPT = "A hook sits at a site"
 OTHER = "The quick brown fox jumps over the lazy dog, twice a day."
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-STATS = {
-    "name": "stats",
-    "target_modules": ["model.layers.#"],
-    "hook_factory": "hookline.factories:activation_stats",
-}
+STATS = {"name": "stats", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 
 
 @pytest.fixture(scope="module")

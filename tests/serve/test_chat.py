@@ -26,10 +26,7 @@ from hookline.serve.load_model import load
 if TYPE_CHECKING:  # a second of import, which every process that collects tests would pay
     from openai import OpenAI
 
-TALK: list[Any] = [
-    {"role": "system", "content": "You are a hook."},
-    {"role": "user", "content": "Where do you sit?"},
-]
+TALK: list[Any] = [{"role": "system", "content": "You are a hook."}, {"role": "user", "content": "Where do you sit?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": TALK, "temperature": 0, "max_tokens": 8}
 GO_ON = {"ignore_eos": True}
 

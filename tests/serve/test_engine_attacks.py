@@ -12,12 +12,7 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-from helpers_serve import (
-    Answer,
-    alone,
-    ask,
-    started,
-)
+from helpers_serve import Answer, alone, ask, started
 from helpers_waiting import PATIENCE, until
 from helpers_warm import run_warm
 

@@ -8,12 +8,7 @@ from collections import Counter
 import numpy
 import pytest
 import torch
-from helpers_serve import (
-    ask,
-    prompts,
-    started,
-    tiny_tokenizer,
-)
+from helpers_serve import ask, prompts, started, tiny_tokenizer
 
 from hookline.serve.generation_request import Finished, GenerationRequest
 from hookline.serve.request_row import TextStream

@@ -6,13 +6,7 @@ import threading
 
 import pytest
 import torch
-from helpers_serve import (
-    alone,
-    ask,
-    held_back,
-    small_model,
-    started,
-)
+from helpers_serve import alone, ask, held_back, small_model, started
 from helpers_waiting import PATIENCE, until
 
 from hookline.engines.request_options import StatesWanted

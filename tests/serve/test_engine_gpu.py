@@ -6,13 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers_serve import (
-    Answer,
-    alone,
-    small_model,
-    started,
-    states_alone,
-)
+from helpers_serve import Answer, alone, small_model, started, states_alone
 
 from hookline.engines.request_options import StatesWanted
 from hookline.serve.generation_request import GenerationRequest

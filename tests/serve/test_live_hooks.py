@@ -6,19 +6,11 @@ import threading
 
 import pytest
 import torch
-from helpers_serve import (
-    alone,
-    ask,
-)
+from helpers_serve import alone, ask
 from helpers_waiting import PATIENCE
 
 import hookline as hl
-from hookline.errors import (
-    EngineClosed,
-    HookSignatureError,
-    NoMatchError,
-    OptionError,
-)
+from hookline.errors import EngineClosed, HookSignatureError, NoMatchError, OptionError
 from hookline.factories import current_tokens
 from hookline.serve.serving_engine import Engine
 

@@ -30,12 +30,7 @@ STATES = StatesWanted((LAYER, "model.norm"))
 def steer(number: float, layer: str = LAYER, **more: Any) -> dict[str, Any]:
     """A hook that is easy to tell from another: it adds this number, with alternating signs, to every unit."""
     vector = [number, -number] * 16
-    return {
-        "target_modules": [layer],
-        "hook_factory": "hookline.factories:steer",
-        "config": {"vector": vector},
-        **more,
-    }
+    return {"target_modules": [layer], "hook_factory": "hookline.factories:steer", "config": {"vector": vector}, **more}
 
 
 STATS = {"name": "s", "target_modules": [LAYER], "hook_factory": "hookline.factories:activation_stats"}

@@ -8,14 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers_serve import (
-    Answer,
-    ask,
-    held_back,
-    small_model,
-    started,
-    states_alone,
-)
+from helpers_serve import Answer, ask, held_back, small_model, started, states_alone
 from helpers_waiting import PATIENCE, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

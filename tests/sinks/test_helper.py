@@ -225,11 +225,7 @@ class Inside:
 
 @pytest.mark.parametrize(
     ("sink", "words"),
-    [
-        (Unspoken(), r"options\(\)"),
-        (Unspoken({"key": object()}), "no JSON"),
-        (Inside().sink, "cannot be imported"),
-    ],
+    [(Unspoken(), r"options\(\)"), (Unspoken({"key": object()}), "no JSON"), (Inside().sink, "cannot be imported")],
 )
 def test_a_slow_sink_that_cannot_be_made_elsewhere_is_refused_before_the_run(sink, words):
     """Without options, with options that are no JSON, or a class that cannot be imported."""

@@ -15,7 +15,7 @@ from hookline.sinks.mlflow_sink import MLflowSink
 from hookline.when import HookPoint
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The ``noload`` loader strategy is deprecated",  # SQLAlchemy, of how MLflow uses it
+    "ignore:The ``noload`` loader strategy is deprecated"  # SQLAlchemy, of how MLflow uses it
 )
 
 

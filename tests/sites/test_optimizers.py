@@ -18,11 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import hookline as hl
 from hookline.sites.kinds import OPTIMIZER
-from hookline.sites.optimizers import (
-    OptimizerSite,
-    attach_optimizer,
-    optimizer_entries,
-)
+from hookline.sites.optimizers import OptimizerSite, attach_optimizer, optimizer_entries
 
 KINDS = [kind.value for kind in OPTIMIZER.args]
 STEP_KINDS = ["step_pre", "step_post"]

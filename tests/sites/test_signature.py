@@ -91,8 +91,7 @@ def test_a_hook_that_does_not_fit_is_refused_with_its_signature(hook):
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"),
-    [(Kind.FORWARD_PRE, "module, args, kwargs"), (Kind.FORWARD, "module, args, kwargs, output")],
+    ("kind", "names"), [(Kind.FORWARD_PRE, "module, args, kwargs"), (Kind.FORWARD, "module, args, kwargs, output")]
 )
 def test_with_kwargs_adds_one_argument_before_the_output(kind, names):
     """The place of kwargs is torch's."""

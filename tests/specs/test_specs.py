@@ -448,15 +448,7 @@ def test_containers_are_copied_as_what_they_are():
     }
     made = own_copy(value)
     assert made == value
-    assert [type(each) for each in made.values()] == [
-        OrderedDict,
-        defaultdict,
-        point,
-        tuple,
-        set,
-        dict,
-        nn.ModuleDict,
-    ]
+    assert [type(each) for each in made.values()] == [OrderedDict, defaultdict, point, tuple, set, dict, nn.ModuleDict]
     assert made["default"]["new"] == []
     assert made["object"] is value["object"]
     for key, inner in (("ordered", "a"), ("default", "a"), ("named", 0), ("tuple", 0), ("proxy", "a")):

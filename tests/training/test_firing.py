@@ -127,8 +127,7 @@ SCHEDULES = st.builds(
 
 @settings(deadline=None)
 @given(
-    st.lists(SCHEDULES | st.builds(Primes), min_size=1, max_size=4),
-    st.lists(st.booleans(), min_size=1, max_size=60),
+    st.lists(SCHEDULES | st.builds(Primes), min_size=1, max_size=4), st.lists(st.booleans(), min_size=1, max_size=60)
 )
 def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(schedules, steps):
     """The short cut past steps at which nothing is due leaves none out; a loop may ask beforehand."""

@@ -10,14 +10,7 @@ from helpers_hooks import PathLength, fire, observer
 from safetensors.torch import save_file
 from torch import nn
 
-from hookline.errors import (
-    HooklineWarning,
-    HookNameError,
-    HookSignatureError,
-    LifecycleError,
-    MetricError,
-    OptionError,
-)
+from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, LifecycleError, MetricError, OptionError
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.manager import HookManager, record
 from hookline.sinks.memory_sink import MemorySink

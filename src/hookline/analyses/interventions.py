@@ -110,11 +110,7 @@ class HessianHook(ReferenceIntervention):
     )  # fmt: skip
 
     def __init__(
-        self,
-        epsilon: float = 1e-4,
-        every_n_steps: int = 1000,
-        burst_length: int = 11,
-        method: str = "exact",
+        self, epsilon: float = 1e-4, every_n_steps: int = 1000, burst_length: int = 11, method: str = "exact"
     ) -> None:
         self.epsilon = self.number("epsilon", epsilon)
         self.method = self.one_of("method", method, ("exact", "difference"))
@@ -354,10 +350,7 @@ class AdamDynamicsHook(ReferenceIntervention):
         if not parts:
             return None
         metrics = _turn_and_stretch(parts)
-        for prefix, aim in (
-            ("solution", self.way_to_solution(model_ctx.model)),
-            ("probe", run_ctx.target_grad or {}),
-        ):
+        for prefix, aim in (("solution", self.way_to_solution(model_ctx.model)), ("probe", run_ctx.target_grad or {})):
             names = weight_names(parts, aim)
             metrics |= _aim(prefix, [parts[name] for name in names], flat_vector_or_none(aim[name] for name in names))
         return metrics

@@ -121,12 +121,7 @@ class Exchange:
         self._same: dict[tuple[str, tuple[int, ...]], bool] = {}
         """By name and ranks, whether these hold the same; decided once, by the first numbers."""
 
-    def reduce(
-        self,
-        parts: Sequence[NamedPart],
-        added: NDArray[np.float64],
-        kept: NDArray[np.float64],
-    ) -> Reduced:
+    def reduce(self, parts: Sequence[NamedPart], added: NDArray[np.float64], kept: NDArray[np.float64]) -> Reduced:
         """Return the sums of ``added`` and the largest of ``kept`` over all ranks, for every name of any rank.
 
         Args:

@@ -296,9 +296,7 @@ class FirstStep:
     """
 
     def __init__(
-        self,
-        begin: Callable[[Any, FirstStep], bool],
-        at_batch: Callable[[FirstStep], bool] = lambda first: False,
+        self, begin: Callable[[Any, FirstStep], bool], at_batch: Callable[[FirstStep], bool] = lambda first: False
     ) -> None:
         self._begin = begin
         self._at_batch = at_batch

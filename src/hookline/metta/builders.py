@@ -387,10 +387,7 @@ def attach_relu_activation_hooks(*, extractor: Any = "actor_hidden") -> HookBuil
 
 
 def attach_saturated_activation_hooks(
-    *,
-    activation: str = "tanh",
-    saturation_threshold: float = 0.95,
-    extractor: Any = "critic_1",
+    *, activation: str = "tanh", saturation_threshold: float = 0.95, extractor: Any = "critic_1"
 ) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is saturated.
 

@@ -126,11 +126,7 @@ def find_anomalies(
 def count_judged(facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]) -> dict[str, Any]:
     """Return how many curves the rules could judge: ``kinds``, how many were too ``short``, and ``why`` no loss."""
     curves = _placed(series, places)
-    kinds = {
-        "loss": _losses(curves),
-        "accuracy": _accuracies(curves),
-        "gradient norm": _gradient_norms(curves, facts),
-    }
+    kinds = {"loss": _losses(curves), "accuracy": _accuracies(curves), "gradient norm": _gradient_norms(curves, facts)}
     long = {kind: sum(bool(one.curve.steps.size > FEWEST) for one in found) for kind, found in kinds.items()}
     short = sum(map(len, kinds.values())) - sum(long.values())
     why = "" if long["loss"] else _why_unjudged(series, kinds["loss"])

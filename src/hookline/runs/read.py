@@ -16,16 +16,7 @@ from hookline.errors import HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, Place, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
-from hookline.runs.flags import (
-    COMMAND,
-    FlagText,
-    KeyPath,
-    Option,
-    Show,
-    options_of_dataclass,
-    read_flags,
-    refuse_words,
-)
+from hookline.runs.flags import COMMAND, FlagText, KeyPath, Option, Show, options_of_dataclass, read_flags, refuse_words
 from hookline.runs.folder import newest_run, read_run_json
 from hookline.runs.run import Run, object_of_hooks, run_flags_by_name
 

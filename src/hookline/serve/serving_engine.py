@@ -99,12 +99,7 @@ class Engine:
         self.widths = self._served.widths
         """How many numbers the output of each module has for a token; without modules that have no row for each."""
         self._session = self._served.forward.session = Session(
-            model,
-            self.between,
-            allow=allow,
-            widths=self.widths,
-            outputs=self.widths,
-            inputs=self._served.inputs,
+            model, self.between, allow=allow, widths=self.widths, outputs=self.widths, inputs=self._served.inputs
         )
         self._loop = EngineLoop(self._served.forward, max_batch=max_batch)
         self._max_waiting = max_waiting

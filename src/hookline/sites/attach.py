@@ -16,13 +16,7 @@ from hookline.errors import HookReturnError, HookSignatureError, OptionError
 from hookline.messages import type_name
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import (
-    Attachment,
-    AttachOptions,
-    OrderGroup,
-    PerSiteHook,
-    open_context,
-)
+from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.module_hooks import LOCK, add_entries, sweep
 from hookline.sites.parameters import attach_to_parameters, select_parameters

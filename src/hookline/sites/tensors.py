@@ -181,12 +181,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def attach_node(
-    node: Any,
-    hook: Hook,
-    *,
-    on: str | Kind = "pre",
-    observe: bool = False,
-    name: str | None = None,
+    node: Any, hook: Hook, *, on: str | Kind = "pre", observe: bool = False, name: str | None = None
 ) -> HookHandle:
     """Put a hook on a node of the autograd graph.
 

@@ -42,10 +42,7 @@ from hookline.tree import map_tensors, tensors_of
 from hookline.when import HookPoint
 
 _CHECKS: Final = {
-    "declared": (
-        "A manager takes the hook: its methods take what they are given, and its points exist",
-        "",
-    ),
+    "declared": ("A manager takes the hook: its methods take what they are given, and its points exist", ""),
     "runs": (
         "The hook runs",
         "let it work on the models and at the points that it declares, or return None where it cannot",
@@ -59,10 +56,7 @@ _CHECKS: Final = {
         "work on copies, put modes back, draw from its own generator, remove in finish() what start() attached; "
         "or make it an InterventionHook: whatever that does is undone",
     ),
-    "reset": (
-        "A second run with the same hook gives the metrics of the first",
-        "forget in reset() whatever was kept",
-    ),
+    "reset": ("A second run with the same hook gives the metrics of the first", "forget in reset() whatever was kept"),
     "order": (
         "Metrics are the same whichever hooks run before and after",
         "draw random numbers from its own generator, and keep nothing where other hooks can reach it",

@@ -162,7 +162,4 @@ def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> Non
     with hl.observe.alarm(model, on="forward") as alarm:
         model(torch.randn(2, 4))
         alarm.step()
-    assert [(each.what, each.place) for each in alarm.troubles] == [
-        ("Inf", "middle/forward"),
-        ("NaN", "drop/forward"),
-    ]
+    assert [(each.what, each.place) for each in alarm.troubles] == [("Inf", "middle/forward"), ("NaN", "drop/forward")]

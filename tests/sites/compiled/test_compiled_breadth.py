@@ -128,8 +128,7 @@ _ONE_LAYER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("bert_language", "llama", "t5", "vit"))],
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("bert_language", "llama", "t5", "vit"))]
 )
 def test_transformers_report_every_module_as_in_eager_code(name: str) -> None:
     """Hooks of all four kinds on every module: the same moments, and the same values within rounding."""

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_compiled import (
-    KINDS,
-    Blocks,
-    breaks,
-    compiled,
-    fill,
-    step,
-)
+from helpers_compiled import KINDS, Blocks, breaks, compiled, fill, step
 from torch import Tensor, nn
 
 import hookline as hl

@@ -98,10 +98,7 @@ def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, 
     def wrong(fn: Any, *tensors: Any) -> Any:
         return returned
 
-    with (
-        hl.attach_function(target, wrong, on=kind),
-        pytest.raises(hl.errors.HookReturnError) as raised,
-    ):
+    with hl.attach_function(target, wrong, on=kind), pytest.raises(hl.errors.HookReturnError) as raised:
         run(*matrices()).sum().backward()
     assert says in str(raised.value)
     assert name in str(raised.value)

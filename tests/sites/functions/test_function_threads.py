@@ -37,10 +37,7 @@ def test_within_a_model_hooks_count_in_every_thread() -> None:
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(
-    kind=KINDS,
-    editing={"watched": False, "edited": True},
-)
+@pytest.mark.product(kind=KINDS, editing={"watched": False, "edited": True})
 def test_the_graph_is_freed_without_the_collector(kind: str, editing: bool) -> None:
     """A hook on a call makes no ring of references with its tensors, whether a backward pass comes or not."""
 

@@ -66,9 +66,7 @@ def test_a_hook_outside_its_window_asks_for_nothing(monkeypatch):
     real_add, real_take = Gradients.add, Snapshot.of.__func__
     monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real_add(self))
     monkeypatch.setattr(
-        Snapshot,
-        "of",
-        classmethod(lambda cls, *args, **kwargs: taken.append(1) or real_take(cls, *args, **kwargs)),
+        Snapshot, "of", classmethod(lambda cls, *args, **kwargs: taken.append(1) or real_take(cls, *args, **kwargs))
     )
 
     class Window(hl.InterventionHook):

@@ -11,15 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_loops import left_by, rich_experiment
-from helpers_resume import (
-    PASS,
-    NeedsAll,
-    Sampled,
-    StopAt,
-    left_by_both,
-    uninterrupted,
-    with_loader,
-)
+from helpers_resume import PASS, NeedsAll, Sampled, StopAt, left_by_both, uninterrupted, with_loader
 from helpers_training import differences
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_loops import linear_experiment, rich_experiment, seed_everything
-from helpers_resume import (
-    PASS,
-    Sampled,
-    left_by_both,
-    make,
-    outcome,
-    read_records,
-    stop_and_go,
-    train,
-)
+from helpers_resume import PASS, Sampled, left_by_both, make, outcome, read_records, stop_and_go, train
 from helpers_training import differences
 from torch import nn
 from torch.utils.data import DataLoader

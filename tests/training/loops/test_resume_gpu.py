@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline.training.checkpoints import Checkpoints
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 BATCHES = 5
 

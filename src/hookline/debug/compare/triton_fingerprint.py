@@ -94,12 +94,7 @@ def _read(address, begin, end, last, ELEMENT: tl.constexpr, SIZE: tl.constexpr, 
 
 @triton.jit(do_not_specialize=range(3))
 def read_rows(
-    jobs: tl.int64,
-    num_jobs: tl.int64,
-    slots: tl.int64,
-    ELEMENT: tl.constexpr,
-    SIZE: tl.constexpr,
-    JOBS: tl.constexpr,
+    jobs: tl.int64, num_jobs: tl.int64, slots: tl.int64, ELEMENT: tl.constexpr, SIZE: tl.constexpr, JOBS: tl.constexpr
 ):
     """Leave what is found in some rows of one tensor in the slot of this program; ``jobs`` tells which are whose.
 

@@ -85,12 +85,7 @@ class PrecisionChecker:
         NonFiniteError: from a forward or backward, with ``abort_on_error``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        config: str = "",
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None, config: str = "", **options: Any) -> None:
         if isinstance(model, str):
             raise TargetError(f"The first argument is the model; write PrecisionChecker(config={model!r}).")
         if model is not None and not isinstance(model, nn.Module):

@@ -76,10 +76,7 @@ class StartOptions:
 
 
 def engine_options(
-    *,
-    hooks: str | Path | None = None,
-    taps: Sequence[str] = (),
-    captured_bytes: int | None = None,
+    *, hooks: str | Path | None = None, taps: Sequence[str] = (), captured_bytes: int | None = None
 ) -> dict[str, Any]:
     """Return arguments of ``LLM(...)`` and ``AsyncEngineArgs(...)`` that put hookline into the workers.
 

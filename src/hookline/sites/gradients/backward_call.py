@@ -363,13 +363,7 @@ def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> 
     return True
 
 
-def gradient_site(
-    entry: HookAtSite,
-    module: Any,
-    moments: Moments,
-    inputs: Names = (),
-    outputs: Names = ("",),
-) -> Site:
+def gradient_site(entry: HookAtSite, module: Any, moments: Moments, inputs: Names = (), outputs: Names = ("",)) -> Site:
     """Return the site of a gradient hook that fires for a call of a module, or of a function."""
     if isinstance(module, FunctionSite):
         return module.site(entry.attachment.kind)
@@ -613,12 +607,7 @@ class BackwardCall:
 
 
 def fire_gradients(
-    call: Any,
-    entries: tuple[HookAtSite, ...],
-    module: Any,
-    grads: Grads,
-    more: tuple[Grads, ...],
-    *names: Names,
+    call: Any, entries: tuple[HookAtSite, ...], module: Any, grads: Grads, more: tuple[Grads, ...], *names: Names
 ) -> Grads:
     """Call those hooks that were on when ``call`` began, in its context; return the gradients as edited.
 
