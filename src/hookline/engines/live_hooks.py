@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -147,7 +148,7 @@ class LiveHook(ErrorHandlingHook):
     @property
     def places(self) -> Iterator[Place]:
         """Yield the modules that it is on, with the kind of hook."""
-        return ((name, self.spec.kind_and_site_type[0].value) for name in self.matched)
+        return zip(self.matched, repeat(self.spec.kind_and_site_type[0].value))
 
     @property
     def last_step(self) -> int | None:
