@@ -5,8 +5,8 @@ take snapshots. A `Snapshot` has two `SavedPart`s: model and optimizer, used aga
 the same objects, and the rest with the gradients, gone through each time. A part has the containers and tensors that a
 `RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
 (`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
-memory. The order of the steps in ``Snapshot.restore`` matters, and the comments there say why. What it takes is small:
-each save and restore happens in the middle of training, so questions go to all tensors at once (`_Question`).
+memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
+each save and restore, so whatever has to be known is asked of all tensors at once (`_Question`).
 """
 
 from __future__ import annotations
