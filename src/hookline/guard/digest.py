@@ -2,8 +2,8 @@
 
 The audit of hooks, `check_hook`, `replay_check` and the check of written checkpoints (runs/session.py) compare by
 `run_digest`, `digest` and `changed`; traces and the precision checker call `dense`. The order of `_things` is part of
-the result: the audit and `check_hook` name the first difference as the cause. Beginnings of the names are read
-elsewhere: "weight " in testing/checking.py, "random stream" in first_bad/replay_check.py, `SWITCH` in the audit.
+the result: the audit names the first difference as the cause. Beginnings of the names are read elsewhere: "weight " in
+testing/checking.py, "random stream" and `SWITCH` in first_bad/replay_check.py, `SWITCH` in the audit.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The loops (training/run.py) make one, a subclass of `ModelDataContext`, for a firing with interventions; other loops
 give their own to ``HookManager.fire(model_ctx=…)``. The manager passes it to ``InterventionHook.intervene`` and uses
 its ``guard``. analyses/interventions.py calls most operations. Each operation has to put back gradients and modes
-itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook undoes. It must draw from no stream
-of the run: a generator comes from `private_generator`.
+itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook undoes. Generators come from
+`private_generator` alone: it draws from no stream of the run, and gives the same in a rerun.
 """
 
 from __future__ import annotations
