@@ -1,7 +1,8 @@
 """Import the public names of a package when they are first used.
 
 The ``__init__.py`` of each public package calls `lazy_names`. The stub beside it (``__init__.pyi``) is the one list of
-names; type checkers and editors read it too. So ``import hookline`` costs next to nothing and does not import torch.
+names; type checkers and editors read it too. A new public name is one line there, ``from HOME import NAME as NAME``:
+lines of any other form are passed over. ``import hookline`` must not import torch, nor anything else that takes time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for ``package``, from the stub beside its ``file``.
 
-    A line ``from hookline import sinks as sinks`` in the stub makes a subpackage reachable; it is not in ``__all__``.
+    A line whose HOME is ``package`` itself (``from hookline import sinks as sinks``) makes a subpackage reachable; such
+    a name is not in ``__all__``.
     """
     exports = dict(_exports(file))
     names = [name for name, home in exports.items() if home != package]

@@ -1,9 +1,10 @@
 """Write a tree of plain values and tensors as one file, and read it back: checkpoints, and states of hooks.
 
-Runs, trainers' adapters, ``check_hook`` and reference weights call `write` and `read`. The file is torch.save's, with a
-checksum behind it; it is read by torch's reader that runs no code, which knows the classes of `_READABLE` besides.
-Of a tensor that ranks hold in parts, the part of this rank is written. What cannot be kept is refused by its place in
-the tree.
+`Checkpoints`, ``Cache.save`` of captures, the adapters of accelerate and transformers, and ``check_hook`` call `write`
+and `read`; reference weights are read from a checkpoint. The file is what torch.save writes, with a checksum behind it.
+It is read by torch's reader that runs no code, so a new type of value needs an entry in `_READABLE`, and a case in
+`to_savable` that makes it of such entries. Of a tensor that ranks hold in parts, the part of this rank is written;
+``place_parts`` of training/checkpoints.py reads `PART` and "shape". A value that cannot be kept raises, with its place.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from hookline.when import HookPoint
 _MARK: Final = b"hookline.checkpoint."
 """Comes after what torch.save wrote; after it come the version and 4 bytes of CRC-32."""
 _VERSION: Final = b"4"
-"""Of the format and of the tree in it; goes up when a run could not be resumed from the one before."""
+"""Of the format, and of the tree that a run writes (training/checkpoints.py). Count it up when either changes so that
+older files cannot be read: they are then refused with an error that says so."""
 _END: Final = len(_MARK + _VERSION) + 4
 PART: Final = "\x1flocal"
 """The key of this rank's part of a sharded tensor, in the dictionary that stands for the tensor in a file."""
 _BLOCK: Final = 2**20
+"""Bytes that are read at once for the checksum."""
 _MOST_BITS: Final = 2000
-"""Of a whole number; torch's reader knows none with more than 255 bytes."""
+"""Of a whole number that is written as it is, as torch's reader takes 255 bytes at most; longer ones go as text."""
 _FACTORIES: Final = (None, int, float, list, dict, set, str)
 """What a defaultdict may make of a missing key; anything else is code."""
 _PLAIN: Final = frozenset({
@@ -67,7 +70,7 @@ def write(path: Path, tree: Mapping[str, Any]) -> int:
 
 
 def _save(savable: Any, file: BinaryIO) -> int:
-    """Have torch write it; return the checksum."""
+    """Write ``savable`` by torch.save; return the checksum of the bytes."""
     summed: Any = _Summed(file)
     try:
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch does not read it
@@ -80,7 +83,7 @@ def _save(savable: Any, file: BinaryIO) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names of files on the disk."""
+    """Write the entries of a folder to the disk (fsync), so that new files keep their names after a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,7 +160,10 @@ def _check_sum(path: Path) -> None:
 
 
 class _Made:
-    """Stand for a value of which torch's reader makes a call: of a class, or of `_array`."""
+    """Stand for a value: torch.save writes it as a call of ``make`` with ``parts``, which the reader makes again.
+
+    ``make`` has to be one that torch's reader knows, or be in `_READABLE`.
+    """
 
     def __init__(self, make: Callable[..., Any], *parts: Any) -> None:
         self._call = make, parts
@@ -181,7 +187,8 @@ def to_savable(
 ) -> Any:
     """Return `value` as torch.save can write it and `read` can read it; raise `CheckpointError` with its place.
 
-    ``dtypes`` are those of the tensors so far, by their memory.
+    The other arguments are for the recursion: the ids of the containers around `value`, and the dtype of each memory
+    (by address) that was met so far.
     """
     known = {} if dtypes is None else dtypes
     if type(value) is int and value.bit_length() > _MOST_BITS:
@@ -217,7 +224,7 @@ def to_savable(
             "tuples, sets and dictionaries of these can be saved."
         )
     if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MOST_BITS:
-        parts = list(value)  # a random stream has 625 numbers
+        parts = list(value)  # without a call for each: a random stream has 625 numbers
     else:
         parts = [inside(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):

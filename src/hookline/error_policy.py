@@ -1,6 +1,9 @@
 """Decide what follows when a hook or a sink raises: count it, go on or not, log and warn once.
 
-Used by `HookManager`, by hooks made from specs, by served hooks and by the sinks; calls only `errors` and `messages`.
+`ManagedHooks` (the hooks of a `HookManager`), hooks made from specs, hooks of engines, and the record log with its
+helper process have an `ErrorPolicy` each; most folders call `warn_user` or `error_text`. A warning may raise
+(``-W error``), so ``warn_later`` keeps it until nothing else is under way. The values of `ON_ERROR` are listed again in
+the options ``on_error`` of runs/run.py, specs/hook_spec.py and engines/request_options.py: change them together.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from hookline.messages import caller_stacklevel
 ON_ERROR: Final = ("raise", "warn", "disable")
 """The values of ``on_error=``."""
 _CONSEQUENCES: Final = {"warn": "stays on; further errors are not logged", "disable": "is switched off"}
+"""How a logged sentence ends, by policy. "raise" is left out: the error itself is seen."""
 
 
 class ErrorPolicy:
@@ -36,9 +40,9 @@ class ErrorPolicy:
     Args:
         on_error: ``"raise"``, ``"warn"`` (go on) or ``"disable"`` (go on without what failed).
         logger: Gets the first error of each name, with its traceback; None: nothing is logged.
-        consequences: How a logged sentence ends, by policy: "Hook 'a' raised; it ...". A policy that is not among
-            them logs nothing.
-        always_raise: Errors after which nothing goes on, whatever the policy.
+        consequences: How a logged sentence ends, by policy: "Hook 'a' raised; it ...". Under a policy that has no entry
+            nothing is logged.
+        always_raise: Types of errors after which work never goes on, whatever the policy.
     """
 
     def __init__(
@@ -115,5 +119,5 @@ def warn_user(text: str) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class of an error and what it says: ``"ValueError: no"``."""
+    """Return the class of an error and its text: ``"ValueError: no"``."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,7 +1,9 @@
 """The errors and warnings of hookline: each says what was asked, what was found, and what to do next.
 
-Raised everywhere, caught nowhere in the library. Each is also the built-in a caller would guess, so
-``except KeyError`` around an ``attach`` with a mistyped name does what it looks like.
+Every folder raises them. ``cli/main.py`` prints them, and ``serve/http/error_answers.py`` turns some classes into HTTP
+codes: change a class there too. Each is also the built-in error that a caller would expect, so ``except KeyError``
+catches a mistyped name given to ``attach``. A new class needs such a base, a line in the tree below and in ``__all__``,
+and a section of docs/errors.md with its name as the heading, to which `help_line` leads.
 
     HooklineError
     ├── NoMatchError        KeyError             a target that selects nothing
@@ -27,7 +29,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── RankError           RuntimeError         ranks that did not come, or that do not fit together
     ├── EngineBusy          RuntimeError         a served model that has no room for one more request
     ├── EngineClosed        RuntimeError         a served model that takes no more requests
-    ├── NonFiniteError      FloatingPointError   numbers that are none, where somebody asked to be stopped by them
+    ├── NonFiniteError      FloatingPointError   NaN or infinity, where a hook was told to stop there
     ├── HookCheckError      AssertionError       a hook that does not do what hooks promise
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
@@ -59,7 +61,8 @@ def help_line(error: type[BaseException] | type[Warning]) -> str:
 class Hint(Enum):
     """The last sentence of an error or a warning, where its words depend on who reads it: the value is for Python.
 
-    The command line and the routes over HTTP ask for the text with words of their own: `HooklineError.text`.
+    The command line (``cli/screen.py``) and HTTP (``serve/http/error_answers.py``) give `HooklineError.text` words of
+    their own. A new hint needs words in ``cli/screen.py``; over HTTP, a hint without words is left out.
     """
 
     LIST_MODULES = "See all: print(hookline.find(model))."
@@ -69,7 +72,7 @@ class Hint(Enum):
 
 
 class _Hinted(Exception):
-    """Keep the hint apart from the text."""
+    """Base of errors and warnings: the text, and apart from it the hint, which others may word anew."""
 
     hint: Hint | None = None
 
@@ -82,8 +85,8 @@ class _Hinted(Exception):
         return self.text()
 
     def text(self, words: Mapping[Hint, str] | None = None) -> str:
-        """Return what it says; ``words`` has other sentences for hints, of which an empty one is left out."""
-        # Not what the other base would show: KeyError puts the repr of its argument there, our sentence in quotes.
+        """Return the text and its hint; ``words`` replaces sentences of hints, and an empty one leaves the hint out."""
+        # Not str() of the other base: KeyError shows the repr of its argument, our sentence in quotes.
         said = str(self.args[0]) if self.args else ""
         hint = "" if self.hint is None else (words or {}).get(self.hint, self.hint.value)
         return f"{said} {hint}".strip() if hint else said

@@ -1,9 +1,10 @@
 """Write a file as a whole, or append to it, and let one process at a time work on something.
 
-`replace_file` is for pages, ``run.json``, positions of sinks and files of tensors: a reader finds the old content or
-the new one, never half of it. `AppendFile` is for logs and tables. `take_lock` is for record logs (one writer), the
-helper process of the sinks and the folders of checkpoints, traces and exports: the lock is a file, removed on release,
-and the system frees the lock of a process that died.
+`replace_file` writes pages, ``run.json``, positions of sinks, checkpoints and other files of tensors: a reader finds
+the old content or the new one, never half of it. `AppendFile` is for record logs and the files of sinks. `take_lock` is
+for record logs (one writer), the helper process of the sinks and folders of checkpoints: the lock is a file, removed on
+release, and the system frees the lock of a process that died. To close any handle of a locked file frees the lock of
+this process, so a lock has a file of its own, beside what it is for, that nobody else opens.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class AppendFile:
 
     def __init__(self, path: str | Path) -> None:
         self.descriptor = -1
-        """For a caller in a hurry: ``os.write``, then `write_rest` if that was not all."""
+        """The record log calls ``os.write`` with it, to save a call, and `write_rest` if that did not write all."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
 
     @property
     def size(self) -> int:
-        """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
+        """Bytes so far. The system is asked: a count of our own would be wrong if Ctrl-C comes after a write."""
         return os.fstat(self.descriptor).st_size
 
     def write(self, content: bytes | bytearray) -> None:
@@ -69,7 +70,10 @@ class AppendFile:
             self.write_rest(content, done)
 
     def write_rest(self, content: bytes | bytearray, done: int) -> None:
-        """Write what a full disk or a signal has left of ``content``; take back what is written if that fails."""
+        """Write ``content`` from byte ``done`` on, after a write that a full disk or a signal cut short.
+
+        If that fails, cut the file back to where it was before ``content``.
+        """
         before = self.size - done
         try:
             while done < len(content):
@@ -103,8 +107,8 @@ _OURS: Final[dict[tuple[int, int], int]] = {}
 """The files that this process has locked, each with its process number: the system refuses a lock only to other
 processes, and a forked child does not inherit it."""
 _TAKING: Final = threading.Lock()
-"""Held while a thread looks whether a file is ours, and makes it so."""
-# No child is to find it taken by a thread that it does not have.
+"""Held while a thread asks whether this process has locked a file, and locks it."""
+# A forked child has only the thread that forked: another thread could hold `_TAKING` there for ever.
 os.register_at_fork(before=_TAKING.acquire, after_in_parent=_TAKING.release, after_in_child=_TAKING.release)
 
 
@@ -153,12 +157,12 @@ def _take(path: Path) -> FileLock | None:
             os.write(file, str(os.getpid()).encode())
             _OURS[_key(found)] = os.getpid()
             return FileLock(path, file, _key(found))
-        os.close(file)  # its holder has released it, and removed the file, in between
+        os.close(file)  # its holder released it in between, and removed the file: try again with a new one
     return None
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the number of the process that holds the lock at `path`, as far as it can be read."""
+    """Return the number of the process that holds the lock at `path`; None if the file is gone or has no number."""
     if _is_ours(path):
         return os.getpid()
     try:
@@ -191,6 +195,7 @@ def _lock(file: int) -> bool:
 
 
 def _leads_to(path: Path, found: os.stat_result) -> bool:
+    """Return whether `path` is still the name of the file that was opened."""
     try:
         return os.path.samestat(os.stat(path), found)
     except FileNotFoundError:

@@ -1,6 +1,8 @@
 """The shapes of hooks and options, as type aliases; the one vocabulary that every folder shares.
 
-Nothing here imports torch at run time, so the names cost nothing until a type checker reads them.
+Signatures and annotations in sites, observe, debug and factories import them, most under TYPE_CHECKING; users import
+them as ``hookline.hook_types``. Nothing here may import torch at run time, so aliases that need it are texts. What each
+kind of hook is called with is decided in sites (`SiteType.args` of sites/kinds.py): change both together.
 """
 
 from __future__ import annotations

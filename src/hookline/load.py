@@ -1,8 +1,9 @@
 """Load the object that a name means: an experiment, a model, a hook, a sink.
 
-The command line, run files and adapters of trainers call `load_object` with ``path/file.py:Name`` or
-``package.module:Name``. An unknown name is an error that lists the names there are; an error inside a user's file comes
-through as it is.
+The command line (cli/commands.py), runs (find, build) and the helper process of the sinks call `load_object` with
+``path/file.py:Name`` or ``package.module:Name``; the adapters of trainers import their package in `needed_package`. An
+unknown name is an error that lists the names there are; an error inside a user's file is passed on unchanged. A file is
+run once and kept in `sys.modules` under its own name, so that pickle and dataclasses find its classes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def without_arguments(program: str | Path) -> Iterator[None]:
 
 
 def from_folder(path: str, folder: Path) -> str:
-    """Return ``path``; if it is ``file.py:Name`` or ``file.py``, with the folder that the file is relative to."""
+    """Return ``path``; put ``folder`` before it if it names a file (``file.py:Name`` or ``file.py``)."""
     where = path.rpartition(":")[0] if _has_name(path) else path
     return str(folder / path) if where.endswith(".py") else path
 
@@ -152,5 +153,5 @@ def needed_package(package: str, by: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
-            raise  # it is there, and lacks something itself
+            raise  # the package is installed, but something that it imports is not
         raise MissingPackageError(f"{by} needs the package {package}: pip install 'hookline[{package}]'.") from error

@@ -1,6 +1,9 @@
-"""Say who may talk to a server of hookline: addresses of this machine alone, and a token compared in constant time.
+"""Decide who may talk to a server of hookline: addresses of this machine alone, and the holder of a token.
 
-`hookline.serve` and ``hookline serve`` call these. Imports the standard library alone.
+``hookline serve`` (cli/serve.py) and the server ask `is_loopback` about the address to listen on; `request_gate` checks
+``Host``, ``Origin`` and the token of each request by the others. This is a security boundary: a name must never be
+looked up (whoever owns it could point it here), and a token is compared in constant time. Imports the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, which may mean anything tomorrow
+    except ValueError:  # a name: what it means may change at any time
         return False
 
 
@@ -24,7 +27,7 @@ def is_local_name(value: str) -> bool:
     """Return whether a value of ``Host`` or ``Origin`` means this machine; a name under ``.localhost`` always does."""
     try:
         host = urlsplit(value if "://" in value else f"//{value}").hostname or ""
-    except ValueError:  # half a bracket
+    except ValueError:  # such as "[::1" without its other bracket
         return False
     return is_loopback(host) or host.endswith(".localhost")
 

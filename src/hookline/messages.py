@@ -1,6 +1,7 @@
 """Build the sentences of errors and warnings: values and sizes in short, near names, where a warning points to.
 
-Every folder calls these; they import nothing but the standard library.
+Every folder calls these: errors and reports `type_name`, `counted`, `listed`, `short_repr` and the functions for near
+names; warnings `caller_stacklevel`. They may import nothing but the standard library, as every other file imports them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
 """The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""
 _PASSED: Final = frozenset({"hookline", "contextlib", "functools", "weakref"})
-"""Packages whose frames no warning is for."""
+"""Packages whose frames a warning passes over, on its way to the line of the user."""
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
@@ -49,7 +50,7 @@ def size_text(size: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Return a text such as ``2GB`` or ``1.5 GiB`` as bytes; None if it is none.
+    """Return a text such as ``2GB`` or ``1.5 GiB`` as a number of bytes; None if it is not a size.
 
     >>> parse_size("1.5kB"), parse_size("2 MiB"), parse_size("two")
     (1500, 2097152, None)
@@ -57,7 +58,7 @@ def parse_size(text: str) -> int | None:
     found = _SIZE.fullmatch(text)
     if found is None or (found[3] and not found[2]):
         return None
-    power = " kmgt".index(found[2].lower() or " ")
+    power = " kmgt".index(found[2].lower() or " ")  # k is 1, m is 2, …; 0 without a letter
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
@@ -80,9 +81,9 @@ def short_repr(value: object, most: int = 200) -> str:
 
 
 def caller_stacklevel() -> int:
-    """Return the ``stacklevel`` for `warnings.warn` of the first frame outside hookline, as seen by our caller.
+    """Return the ``stacklevel`` with which our caller has `warnings.warn` point at the first frame outside hookline.
 
-    The frames of ``with``, of finalizers and of wrapped functions in between are nobody's.
+    Frames of `_PASSED` in between (of ``with``, of finalizers, of wrapped functions) are passed over too.
     """
     level = 1
     frame: FrameType | None = sys._getframe()  # `inspect` would add 10 ms to every import of this
@@ -105,7 +106,7 @@ def suggest(text: object, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 def did_you_mean(text: object, names: Iterable[str]) -> str:
     """Return the sentence ``" Did you mean 'name'?"`` for the name most like ``text``, or nothing."""
-    return suggest(text, names).replace("; d", " D")
+    return suggest(text, names).replace("; d", " D")  # "; did you mean" becomes " Did you mean"
 
 
 def unknown_name_text(asked: str, names: Sequence[str], what: str = "There are") -> str:
@@ -116,7 +117,7 @@ def unknown_name_text(asked: str, names: Sequence[str], what: str = "There are")
 def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
     """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples.
 
-    Of a pattern, compare what stands between its wildcards with the parts of each name.
+    For a pattern, what is between its wildcards is compared with the parts of each name (between the dots).
     """
     known = list(names)
     whole = close_names(text, known, n, 0.4)
@@ -126,7 +127,7 @@ def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
 
 
 def _alike_in_parts(text: str, names: list[str]) -> list[str]:
-    """Return the names that have a part like every part of ``text``, the best and then the shortest first."""
+    """Return the names that have a part like each part of ``text``: the most similar first, of these the shortest."""
     wanted = [part for part in _GLOB.sub(" ", text.replace("\\.", ".")).replace(".", " ").split() if not part.isdigit()]
     if not wanted:
         return []

@@ -1,7 +1,9 @@
 """Digest tensors and the state of a run, so that two moments or two runs can be compared to the last bit.
 
-The audit of hooks, `check_hook` and the search for bad operations compare runs by `run_digest` and
-`digest`; whoever needs the numbers of a tensor of any layout calls `dense`.
+The audit of hooks, `check_hook`, `replay_check` and the check of written checkpoints (runs/session.py) compare by
+`run_digest`, `digest` and `changed`; traces and the precision checker call `dense`. The order of `_things` is part of
+the result: the audit names the first difference as the cause. Beginnings of the names are read elsewhere: "weight " in
+testing/checking.py, "random stream" and `SWITCH` in first_bad/replay_check.py, `SWITCH` in the audit.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hookline.sites import _torch
 from hookline.tree import leaves
 
 RunDigest: TypeAlias = Mapping[str, bytes]
-"""The digest of each thing by its name; causes stand before effects: streams, then modes, then numbers."""
+"""The digest of each thing by its name; causes stand before effects: streams, switches, modes, then numbers."""
 
 SWITCH: Final = "switch of torch: "
 """What the names of torch's switches begin with."""
@@ -52,7 +54,10 @@ def dense(tensor: Tensor) -> Tensor | None:
 
 
 def digest(value: Any) -> bytes:
-    """Return a digest of dtype, shape and bits of a tensor; of containers, that of all that is in them."""
+    """Return a digest of dtype, shape and bits of a tensor; of containers, that of all that is in them.
+
+    Of an object of another class only the name of the class counts: two of them are always equal.
+    """
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         return _of_leaf(value)
     found = hashlib.blake2b(digest_size=16)
@@ -65,7 +70,7 @@ def digest(value: Any) -> bytes:
 def _of_leaf(leaf: Any) -> bytes:
     if isinstance(leaf, Tensor):
         return _of_tensor(leaf)
-    if hasattr(leaf, "tobytes"):  # of NumPy
+    if hasattr(leaf, "tobytes"):  # an array or a number of NumPy
         return f"{getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')}".encode() + bytes(leaf.tobytes())
     return repr(leaf).encode() if type(leaf) in _PLAIN else type(leaf).__qualname__.encode()
 
@@ -103,7 +108,8 @@ def _things(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], others: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     for name, state in stream_states().items():
-        yield name, repr(state) if isinstance(state, tuple) else state  # Python's: 625 numbers
+        # The state of Python's stream is a tuple of 625 numbers, which would be digested one by one.
+        yield name, repr(state) if isinstance(state, tuple) else state
     yield from ((f"{SWITCH}{name}", value) for name, value in TorchSwitches().values.items())
     yield from others.items()
     prefixed = [("" if not number else f"model {number + 1}: ", model) for number, model in enumerate(models)]

@@ -1,8 +1,11 @@
 """Undo what an intervention did to a run, whether it finished, raised or was interrupted.
 
-`HookManager.fire` saves once per firing and runs every intervention in a ``protecting`` block; users call `rollback`.
-Both go through `Guard`, which keeps a `Snapshot` of the run and `TorchSwitches` of the block, and fills in a
-`GuardReceipt` for each block.
+`HookManager` saves once per firing and runs every intervention in a ``protecting`` block; in strict mode it runs
+observers in ``check_observers``. The loops make its `Guard`, and keep it. `BadOperationFinder` uses a `Guard` directly.
+Users, `replay_check`, `bisect` and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run
+and `TorchSwitches` of each block, and fills in a `GuardReceipt` for each block. The names of `SCOPES` are listed again
+in lifecycle/hook.py and lifecycle/registry.py; the kinds in `_FORBIDDEN` are those of `StateChange`: change both
+together.
 """
 
 from __future__ import annotations
@@ -69,13 +72,15 @@ _SWITCHES: Final[dict[str, _Switch]] = {
     **_torch.CONVERSION_SWITCHES,
     "inference mode": (torch.is_inference_mode_enabled, _leave_inference_mode),
 }
-"""How to read each, and how to set it."""
+"""How to read each, and how to set it. A value is compared by ``==`` and digested (`guard.digest`), so it has to be a
+plain value, or a tuple of these: of other objects `digest` sees the class alone. The names are in errors and audits."""
 
 
 class TorchSwitches:
     """The switches of torch, of the thread and the process, as they are when this is made.
 
-    They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
+    They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums. `Guard`, the audit
+    and `run_digest` read them. A new switch is an entry of `_SWITCHES`, or of the tables of sites/_torch.py in it.
     """
 
     __slots__ = ("lost", "values")
@@ -108,12 +113,13 @@ SCOPES: Final = ("reads", "grads", "trains")
 
 _FORBIDDEN: Final = {
     "reads": frozenset({"parameter", "gradient", "other gradient", "state"}),
-    "grads": frozenset({"parameter", "gradient", "state"}),  # gradients that are parked, and written nevertheless
+    "grads": frozenset({"parameter", "gradient", "state"}),  # "gradient": a write to one that is parked
     "trains": frozenset[str](),
 }
+"""The kinds of changes (`StateChange`) that a scope does not allow; all others are undone without an error."""
 _HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, list[Tensor]]]] = WeakKeyDictionary()
-"""The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
-up to ten times as long as to copy. On other devices torch keeps what is free itself."""
+"""The host memory for copies that the latest `rollback` of each model has used. To get such memory from the system
+takes up to ten times as long as to copy. On other devices torch itself keeps what is free."""
 
 
 @dataclass(slots=True)
@@ -226,7 +232,7 @@ class Guard:
 
     @interrupts_deferred()
     def _end(self, block: _Block, cause: BaseException | None = None) -> None:
-        """Put everything back, unless it was; raise where something cannot be, or the scope forbids a change."""
+        """Put everything back, once; raise if something is lost, or the scope forbids a change."""
         if block not in self._blocks:
             return
         block.receipt.seconds = time.perf_counter() - block.began
@@ -239,7 +245,9 @@ class Guard:
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
         changes, lost = self._snapshot.restore()
-        if receipt.scope == "grads":  # which computes some; those that were there are parked
+        if receipt.scope == "grads":
+            # Allowed: new gradients, and writes to those that were copied (buckets of DDP, which backward writes). A
+            # write to a parked gradient that was not copied stays in the list, as it cannot be undone.
             changes = [each for each in changes if "gradient" not in each.kind or not each.has_copy]
         changes += [StateChange("switch", name) for name in switches.restore()]
         lost |= switches.lost
@@ -254,7 +262,7 @@ class Guard:
     def release(self) -> None:
         """Let go of what was saved; keep the memory for the next firing.
 
-        Put it back before, where an interrupt has come between a block and its end.
+        A block that is still open, because an interrupt came just before its end, is put back first.
         """
         for block in reversed(self._blocks):
             self._end(block)
@@ -265,8 +273,8 @@ class Guard:
     def check_observers(self, name: str, *, random: bool = True, batch: Any = None) -> Iterator[None]:
         """Raise if the block changes a parameter, buffer, gradient, mode, switch, ``batch`` or ``random`` stream.
 
-        Counters and identities tell, so nothing is copied or put back, and what they cannot see is not seen. An
-        exception of the block's own goes on as it is.
+        Version counters and identities of objects are compared. So nothing is copied or put back, and a write that they
+        do not show (through ``.data``) is missed. An exception of the block is passed on, without this check.
         """
         if self._observed is None:
             self._observed = Snapshot(self._snapshot.roots)

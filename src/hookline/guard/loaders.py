@@ -1,8 +1,10 @@
 """Read the training data again without touching the run's loader; find its samplers, datasets and generators.
 
-`ModelDataContext` and the loops call `copy_loader` for interventions. The run's loader is never iterated:
-that would move its generator, cut a running epoch short where workers persist, and use up what can be read only once.
-Snapshots and checkpoints call the finders.
+`ModelDataContext` and the model context of the loops (training/run.py) call `copy_loader` for interventions;
+`get_shuffled_loader` calls `call_loader_factory` where the experiment has a ``shuffled_loader``. Snapshots, checkpoints
+(training/state.py), `HookManager.fire`, training/experiment.py and training/ranks.py call the finders. The run's loader
+must never be iterated here: that would move its generator, end a running epoch early where workers persist, and use up
+what can be read only once.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from hookline.errors import LifecycleError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
 _SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
-"""How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
+"""How many generators the interventions of each model have had. The number is part of the seed, so every shuffle
+differs from the one before; checkpoints keep it (training/state.py), so a resumed run shuffles as the first would
+have."""
 
 # -- parts of a loader ---------------------------------------------------------------------------------------------
 
 
 def samplers_of(loader: Any) -> dict[str, Any]:
-    """Return the samplers of a loader by their names in messages, each once."""
+    """Return the samplers of a loader by their names in messages; one that has two names comes once, with the first."""
     batches = getattr(loader, "batch_sampler", None)
     named = {
         "loader.sampler": getattr(loader, "sampler", None),
@@ -68,7 +72,10 @@ def generators_of_dataset(dataset: Any) -> list[Any]:
 
 
 def generators_of_loader(loader: Any) -> list[Any]:
-    """Return the generators of a loader, its samplers and its dataset, in the same order in every process."""
+    """Return the generators of a loader, its samplers and its dataset, each once.
+
+    The order is the same in every process: a checkpoint has their states by number.
+    """
     if loader is None:
         return []
     found = [one for part in (loader, *samplers_of(loader).values()) for one in generators_on(part)]
@@ -98,7 +105,12 @@ def private_generator(model: nn.Module) -> torch.Generator:
 
 
 def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool) -> Iterable[Any]:
-    """Return the batches of ``loader`` through another one, in the order of the dataset or shuffled."""
+    """Return another loader with the batches of ``loader``, in the order of the dataset or shuffled.
+
+    It reads in this process: num_workers, and the options that go with workers (worker_init_fn, persistent_workers,
+    timeout, …), are left out on purpose. So a firing starts no processes, which could outlive it, and what a dataset
+    draws while it is read comes from the streams of this process, which are put back after the firing.
+    """
     if isinstance(loader, list | tuple):
         order = torch.randperm(len(loader), generator=generator).tolist() if shuffle else range(len(loader))
         return [loader[index] for index in order]
@@ -132,7 +144,11 @@ def _unreadable_message(loader: Any) -> str:
 
 
 def _batching_of(loader: DataLoader[Any]) -> Any:
-    """Return the object that knows batch size and sampler: torch's batch sampler, or the loader itself."""
+    """Return the object that knows batch size and sampler: torch's batch sampler, or the loader itself.
+
+    The batch sampler comes first, as a loader made by ``batch_sampler=BatchSampler(…)`` has batch_size None and a
+    sampler that it does not use.
+    """
     return loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else loader
 
 
@@ -154,7 +170,10 @@ def _indices_of(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | Non
 
 
 def _read(sampler: Any) -> list[Any]:
-    """Return what a sampler of any kind gives, without moving it; only its length, since it may have no end."""
+    """Return what a sampler of any kind gives, as many as its length says, and leave its generators where they are.
+
+    A sampler without a length is refused, since it may have no end.
+    """
     if not hasattr(sampler, "__len__"):
         raise LifecycleError(
             f"The training data is asked for again, and {type(sampler).__name__!r} has no length: it may have no end. "
@@ -166,12 +185,16 @@ def _read(sampler: Any) -> list[Any]:
 
 
 def call_loader_factory(make: Callable[..., Any], generator: torch.Generator) -> Any:
-    """Return the loader that the experiment's ``make`` builds, drawing from ``generator``, passed by name or put in."""
+    """Return the loader that the experiment's ``make`` builds, made to draw from ``generator``.
+
+    ``make`` gets it by name if it has such a parameter. Otherwise it is put into the loader and its sampler, where
+    those have none of their own.
+    """
     if "generator" in inspect.signature(make).parameters:
         loader = make(generator=generator)
     else:
         with kept_rng():
-            # It may draw its order at once, from the stream of the run.
+            # `make` may draw its order at once, from the stream of the run: seed that, for this call alone.
             torch.default_generator.manual_seed(generator.initial_seed())
             loader = make()
     for part in (loader, getattr(loader, "sampler", None)):

@@ -1,7 +1,10 @@
 """Give an intervention its operations on a run: checkpoints, gradients, training, perturbation, data.
 
-The loops make a `ModelDataContext` for a firing that has interventions and pass it to ``InterventionHook.intervene``.
-The operations put gradients and modes back themselves; the `Guard` around the hook undoes what they change on purpose.
+The loops (training/run.py) make one, a subclass of `ModelDataContext`, for a firing with interventions; other loops
+give their own to ``HookManager.fire(model_ctx=…)``. The manager passes it to ``InterventionHook.intervene`` and uses
+its ``guard``. analyses/interventions.py calls most operations. Each operation has to put back gradients and modes
+itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook undoes. Generators come from
+`private_generator` alone: it draws from no stream of the run, and gives the same in a rerun.
 """
 
 from __future__ import annotations
@@ -235,7 +238,10 @@ class ModelDataContext:
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
-        """The parameters by clean name, shared ones once; found anew each time, since a hook may replace some."""
+        """The parameters by name without prefixes of wrappers, shared ones once.
+
+        Found anew at each call, since a hook may replace some.
+        """
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module_name, module in clean_modules(self._model):
             for key, parameter in module._parameters.items():
@@ -244,7 +250,7 @@ class ModelDataContext:
         return dict(named.values())
 
     def _parameters(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Return the parameters of these names; a shared one has several, and those that a wrapper gives it."""
+        """Return the parameters of these names; all names of a shared one do, with or without prefixes of wrappers."""
         known = dict(self._model.named_parameters(remove_duplicate=False)) | self._named
         for name in names:
             if name not in known:
@@ -324,7 +330,7 @@ class ModelDataContext:
     def _training(self) -> Iterator[None]:
         """Set the model to training mode, and each module back to its own afterwards.
 
-        A model that is training stays as it is: what it has in evaluation mode (frozen normalization) is meant to be.
+        A model in training mode stays as it is: a part of it in evaluation mode (frozen normalization) is intended.
         """
         with kept_modes(self._model), torch.enable_grad():
             if not self._model.training:
@@ -345,7 +351,10 @@ class ModelDataContext:
 
 
 def _dot(gradient: Tensor, direction: Tensor) -> Tensor:
-    """Return the slope of the loss in a direction; torch's gradient of complex numbers is by both of their parts."""
+    """Return the slope of the loss in a direction.
+
+    A complex gradient of torch holds the slopes by the real and by the imaginary part; their products are added.
+    """
     return (gradient.conj() * direction).real.sum() if gradient.is_complex() else (gradient * direction).sum()
 
 

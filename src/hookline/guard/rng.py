@@ -1,8 +1,11 @@
 """Save where random streams are, and set them back there.
 
-`HookManager.fire` wraps a firing in `hook_rng`, everything else that calls hooks uses `kept_rng`, and `Snapshot` takes
-`RandomStates`. All three cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python,
-and generators that are passed. What hooks draw depends on where the run is, and is different at every firing.
+`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (ManagedHooks, analyses, runs/build.py)
+uses `kept_rng`; `Snapshot`, the audit, `check_hook` and the loops take `RandomStates`. Checkpoints (training/state.py)
+save each stream by the functions below, and the marks of `hook_stream`. All cover the streams of torch on the CPU and
+on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new stream has to be known to
+`_positions`, `_set_position`, `_seed` and to ``streams`` of training/state.py. Its name is a key in checkpoints. What
+hooks draw depends on where the run is, and is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -31,9 +34,10 @@ _NUMPY: Final[Any] = np.random  # its annotations leave out the functions that e
 
 # -- NumPy's store ---------------------------------------------------------------------------------------------------
 #
-# NumPy's global functions may have a normal number in store, which is gone once they are given another stream. To read
-# it with the whole state takes 70 µs, and to copy its 16 bytes 1. Where they lie is checked once, on a generator of our
-# own; where they are not found (another Python or NumPy), the whole state is read.
+# NumPy makes normal numbers in pairs, and its global functions may have the second one in store. It is lost when they
+# are given another stream. To read it with the whole state takes 70 µs, and to copy its 16 bytes takes 1. Where these
+# bytes are is found once, on a generator of our own. If they are not found (another Python or NumPy), the whole state
+# is read each time.
 
 _TWISTER_BYTES: Final = 624 * 4 + 4
 """The bytes of the numbers of a Mersenne twister, and of its position among them."""
@@ -67,14 +71,14 @@ _STORED_NORMAL: Final = _find_store()
 
 
 class _HookStreams:
-    """What is known of the firings of the process."""
+    """What all firings of the process share: where the streams were when hooks drew, and the seed of the run."""
 
     def __init__(self) -> None:
         self.marks: Final[dict[str, tuple[int, int]]] = {}
         """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had
         found it there."""
         self.run_seed: int | None = None
-        """The seed of the run, while hooks fire."""
+        """The seed of the run while hooks fire, as `hook_rng` may have given torch another; None outside of firings."""
 
 
 _HOOKS: Final = _HookStreams()
@@ -135,15 +139,19 @@ class kept_rng:
 class hook_rng(kept_rng):
     """Keep all streams for a firing, and let hooks draw other numbers than at the firing before.
 
-    Streams go on from where the run is, so that a forward with dropout drops what the next step would. Where the run
-    has not drawn since hooks did (most draw nothing from NumPy), those would be the same numbers again: then the stream
-    is seeded by where the run is and how often hooks have been there.
+    A stream goes on from where the run is, so that a forward with dropout drops what the next step would. If the run
+    has not drawn from it since hooks did (most runs draw nothing from NumPy), hooks would get the same numbers again.
+    Then the stream is seeded by its state and by how many firings have found it in that state.
     """
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
 
     def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
-        """Keep all streams; ``undone``: what a hook draws may be taken back before the block ends."""
+        """Keep all streams.
+
+        ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the
+        block nobody can see which streams were drawn from: all count as drawn.
+        """
         self._generators = generators
         self._undone = undone
 
@@ -157,7 +165,7 @@ class hook_rng(kept_rng):
             self._seed_where_hooks_drew(_HOOKS.marks)
 
     def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[int, int]]) -> None:
-        """Seed each stream that is where the hooks of an earlier firing found it, and drew."""
+        """Seed each stream whose state is one in which hooks of an earlier firing found it and drew from it."""
         for name, state in self._before.streams.items():
             mark, repeats = marks.get(name, (None, 0))
             if mark is not None and mark == _digest(state):
@@ -178,7 +186,10 @@ class hook_rng(kept_rng):
 
 
 def stream_states() -> dict[str, Any]:
-    """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name."""
+    """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name in messages.
+
+    For comparisons (`guard.digest`), not to be set again: NumPy's is the whole state, without addresses.
+    """
     return {_spoken(name): state for name, state in {**_positions(), "NumPy": numpy_state()}.items()}
 
 
@@ -205,6 +216,7 @@ def restart_hook_stream() -> None:
 
 
 def _spoken(name: str) -> str:
+    """Return the name of a stream in messages; first_bad/replay_check.py knows it by its beginning."""
     return f"random stream of {'Python' if name == 'python' else name}"
 
 
@@ -259,7 +271,10 @@ def _set_numpy(state: Any) -> None:
 
 
 def _numpy_position() -> tuple[Any, bytes, bytes]:
-    """Return NumPy's stream, its state, of a Mersenne twister as it lies in memory, and what it has in store."""
+    """Return NumPy's stream, its state, and what it has in store.
+
+    The state of a Mersenne twister is its bytes in memory; that of another stream is pickled.
+    """
     stream = _NUMPY.get_bit_generator()
     stored = b"" if _STORED_NORMAL is None else _STORED_NORMAL.raw
     if not stored or type(stream) is not np.random.MT19937:
@@ -306,7 +321,10 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _positions() -> dict[str, Any]:
-    """Return where the streams of torch, Python, NumPy and every CUDA device in use are; to ask begins to use none."""
+    """Return where the streams of torch, Python, NumPy and every CUDA device in use are.
+
+    To ask does not begin to use a device (it would take memory on it).
+    """
     found = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "NumPy": _numpy_position()}
     return found | {f"cuda:{index}": state for index, state in enumerate(cuda_states() or ())}
 
@@ -322,7 +340,7 @@ def _set_position(name: str, state: Any) -> None:
 
 def _seed(name: str, seed: int) -> None:
     if name == "NumPy":
-        if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # which alone can be seeded again
+        if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # np.random.seed takes no other
             _NUMPY.set_bit_generator(np.random.MT19937())
         np.random.seed(seed % 2**32)
     elif name == "python":

@@ -1,10 +1,12 @@
 """Save a run in memory, tell what has changed since, and put it back.
 
-`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` has two `SavedPart`s: model and
-optimizer, used again at the next save as long as they hold the same objects, and the rest with the gradients, gone
-through each time. A part has the containers and tensors that a `RunWalk` has found, and of each tensor an alias, with
-the memory and layout that it had, and a copy of its bytes (`MemoryCopies`): to restore, the alias is put back into the
-tensor, which stays the same object, and the copy into the memory.
+`Guard`, `ModelDataContext`, the loops (`GradientRetention`, before an epoch) and `KeptSteps` of `find_bad_operations`
+take snapshots. A `Snapshot` has two `SavedPart`s: model and optimizer, used again at the next save as long as they hold
+the same objects, and the rest with the gradients, gone through each time. A part has the containers and tensors that a
+`RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
+(`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
+memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
+each save and restore, so whatever has to be known is asked of all tensors at once (`_Question`).
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers import unwrap_optimizer
 
 ALL: Final = frozenset({"parameter", "buffer", "state", "gradient", "batch"})
-"""The kinds of tensors, all of which a snapshot copies."""
+"""All kinds of tensors: those that `RunWalk` gives (guard/walk.py). `Guard` chooses by these names what is copied."""
 BUFFERS: Final = frozenset({"buffer", "batch"})
 NOTHING: Final = frozenset[str]()
 _KEPT: Final = ("model", "optimizer")
-"""The roots that are large and stay the same objects; others have new tensors at every step (a scaler)."""
+"""The roots of the main part: they are large and stay the same objects. Others may have new tensors at every step."""
 _CPU: Final = torch.device("cpu")
 _WIDE: Final = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 """Integers, since a multi-tensor copy of half-precision floats on CUDA makes other NaNs of some. Those of four bytes
@@ -64,8 +66,8 @@ _hooks_of: Final = attrgetter(*_torch.TENSOR_HOOKS)
 def interrupts_deferred() -> Iterator[None]:
     """Deliver an interrupt (Ctrl-C) that comes inside the block after it (8 µs).
 
-    Only the main thread is sent interrupts, so do nothing in others; nor where a handler was not set from Python, since
-    it could not be set again.
+    Do nothing in other threads, since only the main thread is sent interrupts, and nothing where the handler was not
+    set from Python, since it could not be set again.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
@@ -84,7 +86,10 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class CopyPool:
-    """Memory for copies that is free: tensors by the device, type and shape of what they are for."""
+    """Free memory for copies: tensors, by device, type and shape of the piece that they can hold a copy of.
+
+    A copy of a piece on a GPU may lie on the host, so the device is that of the piece.
+    """
 
     def __init__(self) -> None:
         self.free: defaultdict[Any, list[Tensor]] = defaultdict(list)
@@ -146,7 +151,7 @@ class MemoryCopies:
         for piece in map(_piece_of, members.values()):
             found[not _is_large(piece), piece.device, piece.dtype].append(piece)
         self.pieces = [(found[key], pool.take(found[key])) for key in sorted(found, key=itemgetter(0))]
-        """By device and type: pieces of memory, and the copies of them."""
+        """Pieces of memory and the copies of them, in groups of one device and type; large pieces first."""
         self.nbytes = sum(piece.nbytes for live, _ in self.pieces for piece in live)
 
     def save(self) -> None:
@@ -161,7 +166,7 @@ class MemoryCopies:
 
 
 def _copy(sources: list[Tensor], *, to: list[Tensor]) -> None:
-    """Copy without waiting: later work on the device comes after the copy."""
+    """Copy without waiting for the device: what it is given later runs after the copy."""
     if not _is_large(sources[0]) and not _is_large(to[0]):
         _torch.copy_all(to, sources, non_blocking=True)
         return
@@ -174,7 +179,7 @@ def _is_large(piece: Tensor) -> bool:
 
 
 def _piece_of(aliases: list[Tensor]) -> Tensor:
-    """Return a view of all that the ``aliases``, which begin in one storage, use; copying it keeps every bit."""
+    """Return a view, as integers, of all the memory that ``aliases`` of one storage use; its copy keeps every bit."""
     first = aliases[0]
     if first.device.type == "cpu" and len(aliases) == 1 and _is_whole(first):
         return first
@@ -204,22 +209,23 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 class Look(NamedTuple):
-    """What was found other when a part of a run was looked at."""
+    """What differs in a part of a run from what was saved."""
 
     changes: list[StateChange]
-    """By name, as far as counters and addresses tell."""
+    """The differences by name, as far as counters and addresses show them."""
     containers: list[Any]
-    """As they were."""
+    """The containers that differ, as they were (notes of `RunWalk`)."""
     suspects: list[int]
-    """The indices of tensors of which more than the numbers may be other: memory, flags, insides, attributes, hooks."""
+    """The indices of tensors in which more than the numbers may differ: memory, flags, insides, attributes, hooks. Only
+    these are put back one by one."""
 
 
 class _Question:
-    """Something that is asked of many tensors at once, without a line of Python for each, and what was answered."""
+    """A question asked of many tensors at once by ``map``, without Python code for each; and the last answers."""
 
     def __init__(self, indices: Collection[int], ask: Callable[[], Iterable[Any]]) -> None:
         self.indices = indices
-        """Those of the tensors, in the order of the answers."""
+        """The indices of the tensors, in the order of the answers."""
         self._ask = ask
         self.note()
 
@@ -228,7 +234,7 @@ class _Question:
         self.before = list(self._ask())
 
     def differing(self) -> set[int]:
-        """Return the indices of the tensors about which the answer is another one now."""
+        """Return the indices of the tensors whose answer differs now."""
         now, before = list(self._ask()), self.before
         if now == before:
             return set()
@@ -254,7 +260,7 @@ class SavedPart:
     def __init__(self, walk: RunWalk, pool: CopyPool) -> None:
         self.walk, self.tensors, self.kinds, self.name = walk, walk.tensors, walk.kinds, walk.name
         self._pool = pool
-        # What has the memory is the tensor itself, or a part of it; sparse ones have none of the usual kind.
+        # The memory belongs to the tensor itself, or to its part (of a DTensor); sparse tensors have no such memory.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
         self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
         self._strided = [self._live[index] for index in self._aliases]
@@ -281,8 +287,9 @@ class SavedPart:
         self._memory = _Question(indices, lambda: zip(map(_nbytes, storages), map(_address, storages), strict=True))
         self._addresses = _Question(indices, lambda: map(Tensor.data_ptr, live))
         self._layouts = _Question(indices, lambda: zip(*_ask_layouts(live), strict=True))
-        # Asked in one call, which takes a tenth of the time; it may say no where nothing is other. It does not know
-        # that complex numbers may be read with the other sign of their imaginary part.
+        # One call for all, which takes a tenth of the time. It may say no where nothing differs: then the layouts are
+        # compared one by one. It does not see that a view is conjugated, so complex tensors are always compared, as
+        # where there is no such call: ``bool()`` says no.
         has_complex = any(map(Tensor.is_complex, self._strided))
         self._has_same_layout = (None if has_complex else _torch.layout_check(self._strided)) or bool
 
@@ -310,7 +317,7 @@ class SavedPart:
         self.copies.save()
 
     def note(self) -> None:
-        """Note all but the numbers."""
+        """Note everything except the numbers: counters, flags, attributes, hooks, graphs."""
         for question in (self._versions, self._flags, self._holding):
             question.note()
         tensors = self.tensors
@@ -325,27 +332,27 @@ class SavedPart:
             index: [(held, tuple(held.items()) if held else ()) for held in _hooks_of(tensors[index])]
             for index in self._hooked()
         }
-        """The dictionaries of each kind of hooks, and what is in them; None for a kind that a tensor never had."""
+        """For each kind of hooks of a tensor its dictionary and what is in it; None for a kind that it never had."""
         self.used = set[int]()
-        """The indices of those that something refers to: graphs, views."""
+        """The indices of tensors to which something in C++ refers: graphs, views."""
         for index, (_, identity, uses, _) in zip(self._holding.indices, self._holding.before, strict=True):
             self.identities[index] = identity
             if uses > 1:
                 self.used.add(index)
         found = {index: _live_node(tensors[index]) for index in self.used}
         self.nodes = {index: node for index, node in found.items() if node is not None}
-        """The nodes that graphs of before refer to; none where no graph is alive."""
+        """The nodes that add up gradients (AccumulateGrad), of tensors in a graph that is still alive."""
 
     def _hooked(self) -> list[int]:
         pairs = zip(self._holding.indices, map(_hooks_of, self._holders), strict=True)
         return [index for index, hooks in pairs if hooks != (None, None)]
 
     def leaves(self) -> list[int]:
-        """Return the indices of tensors that can have a gradient: those not computed, but for the optimizer's."""
+        """Return the indices of tensors that can have a gradient: not computed ones, nor those of the optimizer."""
         return [i for i, kind in enumerate(self.kinds) if kind != "state" and i not in self._graphs]
 
     def forget(self) -> bool:
-        """Let go of the graphs that are alive; return False if a tensor was computed, and so keeps one."""
+        """Drop references to graphs; return False if a tensor of the part was itself computed, so that it keeps one."""
         self.nodes, self._sparse = {}, {}
         return not self._graphs
 
@@ -358,7 +365,7 @@ class SavedPart:
     # -- looking -------------------------------------------------------------------------------------------------
 
     def look(self) -> Look:
-        """Return what is other now."""
+        """Return what differs now."""
         containers, moved, flags = self.walk.changed(), self.moved(), self._flags.differing()
         written = moved | self._versions.differing()
         suspects = moved | flags | self._holding.differing()
@@ -373,7 +380,7 @@ class SavedPart:
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def copy_back(self) -> None:
-        """Copy all numbers back, if the memory is where it was; else `restore_memory` does."""
+        """Copy all numbers back if the memory is where it was; otherwise leave it to `restore_memory`."""
         if self.copies is not None and self.copies.nbytes and self.has_same_memory():
             self.copies.restore()
 
@@ -459,10 +466,11 @@ class SavedPart:
         return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
     def restore_versions(self, *, advance: bool) -> None:
-        """Set autograd's counters back, so that a backward pass whose forward is over finds what it left.
+        """Set autograd's version counters back, so that a backward pass whose forward is over finds what it left.
 
-        Only where the numbers were put back; a counter that was set back otherwise would hide that they are others.
-        ``advance``: count one more write instead, since the numbers are of another time than the counters say.
+        Only for tensors whose numbers were put back: elsewhere a counter that was set back would hide a change.
+        ``advance``: count one more write instead, since the numbers are older than the counters say, and a graph that
+        was built in between must see that.
         """
         others = self._versions.indices if advance else self._versions.differing()
         before = dict(zip(self._versions.indices, self._versions.before, strict=True)) if others else {}
@@ -522,12 +530,12 @@ def _can_accumulate(tensor: Tensor) -> bool:
 
 
 def _live_node(tensor: Tensor) -> Any:
-    """Return the node that adds up the gradients of a tensor, if something keeps it alive."""
+    """Return the node that adds up the gradients of a tensor, if a graph keeps it alive."""
     if not _can_accumulate(tensor) or not tensor.requires_grad:
         return None
     before = _torch.use_count(tensor)
     node = _torch.accumulator_of(tensor)
-    return node if _torch.use_count(tensor) == before else None  # one that was made just now is one more
+    return node if _torch.use_count(tensor) == before else None  # a node that was made just now adds one use
 
 
 def _repair_node(leaf: Tensor) -> None:
@@ -566,9 +574,9 @@ class Snapshot:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.roots, self.pool = roots, CopyPool()
         self._main: SavedPart | None = None
-        """Of model and optimizer; kept from one save to the next."""
+        """The part of model and optimizer; kept from one save to the next."""
         self._parts: list[SavedPart] = []
-        """That, and the part of all other objects and the gradients; nothing if nothing is saved."""
+        """The main part, then the part of all other objects and the gradients; empty if nothing is saved."""
         self._owners: dict[int, Tensor] = {}
         """The tensors that can have a gradient, by their indices in the main part."""
         self._grads: list[Tensor | None] = []
@@ -579,7 +587,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], into: Self | None = None, *, gradients: bool = True) -> Self:
-        """Return a snapshot of now; ``into`` an earlier one, if it is of the same objects, which is lost."""
+        """Return a snapshot of now. Its memory is that of ``into``, an earlier one, if that has the same roots."""
         snapshot = into if into is not None and into.roots == roots else cls(roots)
         snapshot.take(gradients=gradients)
         return snapshot
@@ -591,7 +599,7 @@ class Snapshot:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients may be views of memory that a backward pass writes, though it finds none on a parameter."""
+        """Whether gradients may be views of DDP's buckets, which a backward pass writes even while they are parked."""
         return any(getattr(module, "gradient_as_bucket_view", False) for module in self.roots["model"].modules())
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -662,7 +670,7 @@ class Snapshot:
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     def changes(self) -> list[StateChange]:
-        """Return by name what is not as it was, as far as counters and identities tell."""
+        """Return by name what differs from what was saved, as far as counters and identities show it."""
         moved = [] if self._random is None else self._random.changed()
         return self._changes([part.look() for part in self._parts]) + [StateChange("random", name) for name in moved]
 
@@ -679,13 +687,13 @@ class Snapshot:
 
     @interrupts_deferred()
     def restore(self, *, hooks: bool = True, versions: bool = True) -> tuple[list[StateChange], dict[str, str]]:
-        """Put everything back, any number of times; return what was other, and by name what is lost, and why.
+        """Put everything back, any number of times; return what differed, and by name what is lost, and why.
 
         Args:
-            hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
-                run goes back only for a while.
-            versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
-                would reach the counters of now again.
+            hooks: Take off the hooks of hookline that were attached since. That cannot be undone: False where the run
+                goes back only for a while.
+            versions: Set autograd's counters back too. False for numbers of long ago: after as many steps as were made
+                since, the counters of now would come again, with other numbers.
         """
         is_hooked = hooks and self._notice_new_hooks()
         if is_hooked:
@@ -723,7 +731,7 @@ class Snapshot:
         return lost
 
     def go_back(self, who: str, *, versions: bool = False) -> None:
-        """Put all but hooks back, for a while; raise a `GuardError` of ``who`` did it if something is lost."""
+        """Put everything but hooks back, for a while; if something is lost, raise a `GuardError` that names ``who``."""
         raise_if_lost(who, self.restore(hooks=False, versions=versions)[1])
 
     def _notice_new_hooks(self) -> bool:
@@ -741,7 +749,7 @@ class Snapshot:
 
 
 def raise_if_lost(who: str, lost: Mapping[str, str]) -> None:
-    """Raise a `GuardError` about what ``who`` has changed and could not be put back, by name, and why."""
+    """Raise a `GuardError` if something is ``lost``: by name what could not be put back after ``who``, and why."""
     if lost:
         shown = listed([f"{name} ({reason})" for name, reason in lost.items()])
         raise GuardError(

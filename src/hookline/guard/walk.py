@@ -1,9 +1,11 @@
 """Find what a run is made of, note what every container of it holds, and put that back.
 
-`Snapshot` builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler, loader, batch). It holds
-every dictionary, list, set and deque below them: hook tables, ``_parameters``, ``optimizer.state``, ``param_groups``,
-the attributes of every module and parameter; and lists the tensors, arrays and generators in them. Containers are put
-back in place, so that every reference to one stays right. Other objects (a config) are not entered.
+`Snapshot` builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler, loader, batch); `Guard`
+takes `StateChange` from here. A walk holds every dictionary, list, set and deque below the objects: hook tables,
+``_parameters``, ``optimizer.state``, ``param_groups``, the attributes of every module and parameter; and lists the
+tensors, arrays and generators in them. Containers are put back in place, so that every reference to one stays right.
+Other objects (a config) are not entered; to have the attributes of one more class saved, add it to `_TYPES` as
+`_OWNED`. The names of the roots ("optimizer", "scheduler", "loader…") come from `roots_of` and decide about kinds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from hookline.sites import _torch
 
 BATCH: Final = "batch_data"
 """The root whose objects are entered whatever their class, and whose tensors may be of a kind that is not saved."""
+# `_ATOM` has to be 0: ``if not category`` asks for it.
 _ATOM, _TENSOR, _CONTAINER, _OWNED, _GENERATOR, _ARRAY = range(6)
 _TYPES: Final[tuple[tuple[Any, int], ...]] = (
     (Tensor, _TENSOR),
@@ -36,7 +39,8 @@ _TYPES: Final[tuple[tuple[Any, int], ...]] = (
     (GENERATOR_TYPES, _GENERATOR),
     (np.ndarray, _ARRAY),
 )
-"""The category of each type; owned are objects whose attributes are part of the run."""
+"""The category of each type, in the order in which they are asked; all others are `_ATOM` and are not entered. The
+attributes of `_OWNED` objects are part of the run."""
 _CATEGORIES: Final[dict[type, int]] = {}
 """The category of each type met so far; 0.05 µs to look up, where a chain of isinstance takes 1."""
 _NO_RECORDS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.device, torch.dtype)
@@ -47,15 +51,16 @@ _INNER: Final = ("_modules", "_parameters", "_buffers")
 _held: Final = itemgetter(0)
 
 _Place: TypeAlias = tuple[Any, Any]
-"""The place of the container that something is in, None for a root, and its key there."""
+"""Where something is: the place of the container that holds it (None for a root), and its key there."""
 
 
 class StateChange(NamedTuple):
-    """Something of a run that is not as it was."""
+    """Something of a run that is not as it was; `Guard` decides by ``kind`` whether a scope allows it."""
 
     kind: str
     """"parameter", "gradient" (written), "other gradient" (another object, or none, in its place), "state" (of the
-    optimizer or scheduler), "buffer", "batch", "structure", "random", "switch"."""
+    optimizer or scheduler), "buffer", "batch", "structure", "random", "switch". ``_FORBIDDEN`` and ``_restore`` of
+    guard/guard.py, and ``ALL`` of guard/snapshot.py, have these names: change them together."""
     name: str
     has_copy: bool = True
     """Whether it can be put back; not if it is a tensor that was not copied."""
@@ -87,12 +92,12 @@ class _Container(NamedTuple):
         return all(map(is_, held, keys)) and all(map(is_, held.values(), self.values))
 
     def has_same_parts(self, other: _Container) -> bool:
-        """Return whether another note of it differs by plain values alone: a number, a text."""
+        """Return whether another note of the same container differs by plain values alone: a number, a text."""
         ours, theirs = ([value for value in one.values if _category(value)] for one in (self, other))
         return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
     def changed_places(self) -> list[_Place]:
-        """Return the places of what is not as it was; of a list or set its own."""
+        """Return the places of the items of a dictionary that differ; of a list or set, its own place."""
         if self.keys is None:
             return [self.place]
         now, before = self.held, dict(zip(self.keys, self.values, strict=True))
@@ -100,7 +105,11 @@ class _Container(NamedTuple):
         return [(self.place, key) for key in (*keys, *(key for key in now if key not in before))]
 
     def restore(self) -> None:
-        """Put its items back, in their order; leave hooks of hookline, which looks after its own in torch's tables."""
+        """Put its items back, in their order.
+
+        Hooks of hookline in torch's tables (`_is_ours`) stay as they are now: their handles alone put them there and
+        take them off.
+        """
         held = self.held
         if self.keys is None:
             held.clear()
@@ -114,13 +123,13 @@ class _Container(NamedTuple):
         ]
         held.clear()
         for key, value in (*items, *ours.items()):
-            held[key] = value  # update() adds up in a Counter
+            held[key] = value  # not update(), which adds up in a Counter
 
 
 class RunWalk:
     """Every container below the ``roots``, with what it holds now, and the tensors in them, each once.
 
-    What is ``known`` by its id is not entered.
+    An object whose id is in ``known`` (of another walk) is not entered.
     """
 
     def __init__(self, roots: Mapping[str, object], known: Container[int] = ()) -> None:
@@ -130,11 +139,12 @@ class RunWalk:
         self.places: list[_Place] = []
         self.generators: list[Any] = []
         self.seen: dict[int, int] = {}
-        """The ids of what was met; of tensors with their index."""
+        """The id of everything that was met, with the index of a tensor in ``tensors``, or -1."""
         self._known = known
         self._containers: list[_Container] = []
         self._empty: list[tuple[Any, _Place]] = []
-        """Containers with nothing in them: most of a model are hook tables."""
+        """Containers with nothing in them, and their places; in a model most are hook tables. One look at all of them
+        (``any(map(_held, …))``) tells whether one has been filled."""
         self._objects: list[tuple[Any, type]] = []
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
@@ -149,7 +159,7 @@ class RunWalk:
     # -- walking ---------------------------------------------------------------------------------------------------
 
     def _walk(self, root: Any) -> None:
-        """Add what is below a root, in order; without recursion, since models can be deep."""
+        """Add everything below a root, in order; without recursion, since models can be deep."""
         stack = [(root, _category(root) or _OWNED, (None, self._root))]
         while stack:
             value, category, place = stack.pop()
@@ -226,7 +236,10 @@ class RunWalk:
         self._todo += [(vars(one), _CONTAINER, place) for one in (value, *lambdas) if hasattr(one, "__dict__")]
 
     def _note_versions(self) -> None:
-        """Note the versions of plain dictionaries; an OrderedDict may get another order without a new version."""
+        """Note the versions of plain dictionaries; others are always compared.
+
+        An OrderedDict may get another order without a new version.
+        """
         self._plain = [one.held for one in self._containers if type(one.held) is dict]
         self._odd = [one for one in self._containers if type(one.held) is not dict]
         self._versions = self._versions_now()
@@ -323,7 +336,7 @@ def _root_of(place: _Place) -> str:
 
 
 def _is_key(key: Any, name: str) -> bool:
-    """Return whether a key is this name; one may be a tensor, which compares numbers."""
+    """Return whether a key is this name; for a key that is a tensor, ``==`` would compare numbers."""
     return isinstance(key, str) and key == name
 
 
@@ -333,7 +346,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _why_not_saveable(tensor: Tensor) -> str:
-    """Return the rest of a sentence about a tensor without numbers of its own; nothing for one that can be saved."""
+    """Return why a tensor has no numbers of its own, as the end of a sentence; "" for one that can be saved."""
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     if is_plain and not tensor.is_meta and not _torch.transforms_active():
         return ""
@@ -352,6 +365,7 @@ def _is_equal(now: Any, before: Any) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
+    """Return whether a value is a hook of hookline in a table of torch: all their classes are below ``sites``."""
     return type(value).__module__.startswith("hookline.sites.")
 
 
@@ -360,7 +374,7 @@ def _is_same_array(now: Any, before: Any) -> bool:
 
 
 def _fill(array: Any, numbers: Any) -> bool:
-    """Restore an array; return False if it has another type or less memory than it had."""
+    """Put the numbers back into an array; return False if its type or its size is another one now."""
     try:
         if array.shape != numbers.shape:
             array.resize(numbers.shape, refcheck=False)

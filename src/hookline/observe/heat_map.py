@@ -1,6 +1,8 @@
 """Draw numbers as a heat map for a notebook: a tensor, or a table with names.
 
-Users make a `HeatMap`; captures show themselves by `heat_maps_of`.
+Users make a `HeatMap` (``hookline.observe.HeatMap``); captures in a notebook show themselves by `heat_maps_of`
+(observe/capture/calls.py). A tensor is drawn as a picture; with names it is a table with coloured cells (tables.py).
+To draw reads numbers, which waits for the device: no hook may do it while the model runs.
 """
 
 from __future__ import annotations
@@ -114,7 +116,10 @@ def _as_tensor(values: Any) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64] | None, str]:
-    """Return the numbers that are drawn, in two dimensions, and what they are of ``tensor``; None, and why not."""
+    """Return the numbers that are drawn, in two dimensions, and a note which part of ``tensor`` they are.
+
+    For a tensor that cannot be drawn, return None and the reason.
+    """
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     real = tensor.detach() if whole and tensor.layout is torch.strided and not tensor.is_meta else countable(tensor)
     if real is None or not real.numel():
@@ -131,7 +136,7 @@ def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64] | None, str]:
 
 
 def _strongest(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a matrix of at most 64 by 120: each number is the one of the largest size in its part of ``matrix``."""
+    """Return a matrix of at most 64 by 120; each number is the one farthest from zero in its part of ``matrix``."""
     for axis, most in ((0, _MAX_ROWS), (1, _MAX_COLUMNS)):
         size = matrix.shape[axis]
         if size > most:

@@ -1,6 +1,9 @@
 """Bring tensors to the host in as few transfers as possible, and check which tensors trackers can count.
 
-Called by ``watch``, trackers, analyses and the hook manager wherever results that lie on devices become numbers.
+`fetch` and `on_host` are called where results on devices become numbers: by ``watch``, trackers (metta), analyses,
+`HookManager` and the flags of probes. They wait for the device, so no hook may call them at every module.
+`sent_to_host` does not wait: captures, exports, hidden states and step alarms call it, and wait later. `countable` and
+`unit_axis` say what trackers, ``watch``, edits and heat maps take for numbers and units: all have to agree.
 """
 
 from __future__ import annotations
@@ -41,10 +44,11 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sent_to_host(value: Any) -> Any:
-    """Return a tensor on the host, whose copy the current stream of its device makes; other values as they are.
+    """Return a copy of a CUDA tensor on the host, which is still being made; other values as they are.
 
-    Into pinned memory the copy runs while the host goes on. It is in the stream that made the tensor, so whatever is
-    done to that memory afterwards, a reuse by the allocator included, comes after it.
+    Wait for the device's current stream before you read it. The memory is pinned, so the host goes on meanwhile. The
+    copy runs in the stream that made the tensor: whatever is done to that memory later comes after it, also a reuse by
+    the allocator.
     """
     if not isinstance(value, Tensor) or value.device.type != "cuda":
         return value
@@ -53,7 +57,7 @@ def sent_to_host(value: Any) -> Any:
 
 
 def countable(value: Any) -> Tensor | None:
-    """Return the tensor without its history, or None for what trackers pass over.
+    """Return the tensor without its graph, or None for what trackers pass over.
 
     They pass over: what is no tensor, whole and complex numbers, sparse and nested tensors, tensors without memory
     (meta, fake), and all tensors inside a transform of ``torch.func``. A distributed tensor stands for its local part.
@@ -82,5 +86,5 @@ def unit_axis(tensor: Tensor) -> int | None:
 
 
 def outside_inference() -> AbstractContextManager[Any]:
-    """Leave inference mode for a block: a tensor made in inference mode could be changed only there."""
+    """Leave inference mode for a block, to make tensors in it: one made in inference mode can be changed only there."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

@@ -1,6 +1,8 @@
 """Read ``index=``, the part of a tensor to capture or patch, as between the brackets of a tensor.
 
-``capture`` and edits call `parse_index` with what a user wrote, and ask `TokenAxes` before they cut.
+``capture`` and edits call `parse_index` with what a user wrote; when a module is called, edits and the recorder of
+captures ask `TokenAxes` before they cut. That may happen while the compiler traces: what is not tensor code there has
+to be `constant_while_tracing`.
 
     >>> parse_index((0, range(3)))
     (0, tensor([0, 1, 2]))
@@ -24,15 +26,16 @@ GIVE_ROWS: Final = "Give rows: of one prompt, index=5 is token 5. A unit is inde
 """What to do about a fault that `TokenAxes` finds."""
 
 _BY_TOKEN: Final = ("resid", "attn", "mlp", "router")
-"""Roles whose outputs have a row for each token. A head may have one for each sequence, as a classifier has."""
+"""Roles whose outputs have a row for each token; keys of `find_roles` (sites/roles.py). The head of a model ("unembed")
+is not one: that of a classifier has one row for each sequence."""
 _FLAT: Final = 2
-"""Dimensions of (batch × tokens, width)."""
+"""The number of dimensions of (batch × tokens, width)."""
 
 
 def parse_index(given: Any, *, new_dimensions: bool = False) -> tuple[Any, ...]:
-    """Return the items of an index, with lists and arrays as tensors; raise for what cannot be one.
+    """Return the items of an index, with lists and arrays as tensors; raise for what cannot be an index.
 
-    A None, for a new dimension, is no place to edit, but may be kept: captures ask for ``new_dimensions``.
+    A None makes a new dimension: captures allow it by ``new_dimensions``, edits do not, as there is no place to edit.
     """
     items = given if isinstance(given, tuple) else (given,)
     return tuple([None if item is None and new_dimensions else _parse_item(item, given) for item in items])
@@ -54,7 +57,7 @@ def _parse_item(item: Any, index: Any) -> Any:
 
 
 def _places(item: Any) -> Tensor | None:
-    """Return a mask, or places, as a tensor of its own history; None for what is none."""
+    """Return a mask, or places, as a tensor without a graph; None for anything else."""
     if isinstance(item, Tensor):
         return item.detach()
     if not isinstance(item, list | np.ndarray | range):
@@ -80,7 +83,7 @@ def index_text(given: Any) -> str:
 
 
 class TokenAxes:
-    """Finds where an index would take a unit of flattened tokens for a token.
+    """Finds modules at which the second item of an index would name a unit, though the user means a token.
 
     The output of a role inside of the blocks has the axes (batch, tokens, width), so ``(slice(None), 5)`` is the sixth
     token. Some modules get the tokens of all sequences as rows, (batch × tokens, width): the MLP of OPT, routers, all
@@ -93,7 +96,7 @@ class TokenAxes:
 
     @classmethod
     def checking(cls, model: nn.Module, items: Sequence[Any]) -> TokenAxes | None:
-        """Return what checks an index; None for one that says by ``...`` that it counts from the last axis."""
+        """Return what checks an index; None for one without a second item, or with ``...``, which says which axis."""
         is_by_axis = len(items) > 1 and not any(item is Ellipsis or item is None for item in items)
         return cls(model) if is_by_axis else None
 

@@ -1,7 +1,10 @@
 """Say whose tokens are in the running forward: one table, made once by whoever runs the model.
 
-A serving engine wraps each forward in ``serving(table)``; hooks ask ``current_tokens``, which is None without an
-engine. What the table says is on the host, and no method waits for a device.
+Engines make the table: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM, and
+factories/served_batch.py for SGLang. Their `Session` calls `set_tokens` at the beginning and end of a forward (vLLM's
+extension itself, too); hooks of one request (engines/live_hooks.py), exports and probes run parts in
+``serving(table)``. Factories, hidden states and traces ask `current_tokens`, which is None without an engine. What the
+table says is on the host, and no method may wait for a device, as every layer asks.
 
     >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
     >>> with serving(table):
@@ -32,7 +35,8 @@ from torch import Tensor
 from hookline.sites import _torch
 
 _BY_REQUEST: Final = ("requests", "lengths", "firsts", "phases", "keys")
-"""The fields of a table that have an entry for each request."""
+"""The fields of a table that have an entry for each request. A new field of `Tokens` with one goes here, or
+`of_request` gives a wrong table."""
 _BY_TOKEN: Final = ("ids", "positions")
 """Those that have one for each token, if they are known."""
 
@@ -46,25 +50,28 @@ class Tokens:
     """
 
     requests: tuple[str, ...]
-    """What users call them; empty texts where nobody says."""
+    """The names of the requests, as clients give them; empty texts where nobody gives any."""
     lengths: tuple[int, ...]
-    """How many tokens of each are in this forward."""
+    """How many tokens of each request are in this forward."""
     firsts: tuple[int | None, ...]
-    """The position of the first of these in the sequence of prompt and answer, from 0; None if only a device knows."""
+    """For each request, the position of its first token here in prompt and answer, from 0; None if only a device
+    knows."""
     phases: tuple[str, ...]
-    """``"prefill"`` or ``"decode"``."""
+    """``"prefill"`` or ``"decode"``; the option ``phase`` of factories and of hidden states has these words too."""
     ids: Tensor | tuple[int, ...] | None = None
     """The tokens themselves, one after the other; on a device perhaps."""
     positions: Tensor | None = None
     """The position of each token, where only a device knows it."""
     width: int | None = None
+    """The columns of a padded batch; None for a flat one."""
     keys: tuple[str, ...] = ()
-    """Names that no client has chosen, by which hooks of single requests find their rows; `requests` if left out."""
+    """Names of the requests that the engine chose, so that no two are equal: hooks of single requests find their rows
+    by these; `requests` if left out."""
     room: int = 0
     """How many rows a flat batch has with its padding; 0 if that is not known."""
     notes: list[Any] | None = field(default=None, repr=False)
-    """What hooks tell whoever runs the model about requests of this forward, if that will be read; tables of a part of
-    it have the same list."""
+    """What hooks tell the engine about requests of this forward (`note_scores` and `read_flags` of
+    factories/request_notes.py); None if nobody will read it. A table of a part of the forward has the same list."""
     _choices: dict[Any, ChosenTokens] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -158,7 +165,7 @@ class Tokens:
         return replace(self, notes=[], _choices={})
 
     def with_tensors(self, change: Any) -> Tokens:
-        """Return the table with ``change`` of its tensors: copies, as systems use their buffers again."""
+        """Return the table with each tensor replaced by ``change(tensor)``: a copy, as engines use buffers again."""
         return replace(self, ids=change(self.ids), positions=change(self.positions), _choices={})
 
 
@@ -238,12 +245,12 @@ _CURRENT: Final[ContextVar[Tokens | None]] = ContextVar("hookline_tokens", defau
 
 
 def current_tokens() -> Tokens | None:
-    """Return the table of the forward that this thread is running; None without an engine."""
+    """Return the table of the forward that this thread, or task, is running; None without an engine."""
     return _CURRENT.get()
 
 
 def set_tokens(tokens: Tokens | None) -> None:
-    """Make ``tokens`` the current ones from now on, for an engine that tells of begin and end of a step separately."""
+    """Make ``tokens`` the current ones from now on, for an engine whose step begins and ends in two calls."""
     _CURRENT.set(tokens)
 
 

@@ -1,11 +1,13 @@
 """Record the calls of captured modules, and hand out what they took and returned, checked.
 
-``capture`` puts the hooks of a `CaptureRecorder` on modules, and the cache reads its ``calls``. The recorder makes a
+``capture`` puts the hooks of a `CaptureRecorder` on modules, and its `Cache` reads ``calls``. The recorder makes a
 `CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, casts, moves and copies tensors as
-asked. Reading a value checks that no tensor shared with the model was changed since.
+asked. Reading a value checks that no tensor shared with the model was changed since. ``hookline.edits`` (`_tensors_of`)
+and comparisons (debug/compare/values.py) read `Captured` and `CapturedCall` by the names of their attributes; a file of
+``Cache.save`` has the keys of ``to_dict``. Change a name at all ends together.
 
 A call is kept when its forward ends. With inputs or gradients it is opened before the forward, which may change its
-inputs in place, and its gradients find it through step and number.
+inputs in place. A gradient finds its call by step and number, so calls must be counted as gradient hooks count them.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -110,7 +112,8 @@ class ValueStore:
         if self.dtype is not None and piece.is_floating_point():
             piece = piece.to(self.dtype)
         kept = self._move(piece)
-        # A copy of a part frees the whole. Inference mode keeps no count of changes: only a copy is safe from them.
+        # A copy of a part lets the whole tensor be freed. Inference mode counts no changes: only a copy is safe from
+        # them.
         needs_own = self.clone or cuts or tensor.is_inference()
         return kept.clone() if needs_own and _shares_memory(kept, tensor) else kept
 
@@ -186,7 +189,7 @@ class CapturedCall:
     call: int
     """The number of the call of the module within that forward."""
     gradients: list[StoredValue] | None = None
-    """Those of the output, unchecked, one for each backward pass; None if they were not asked for."""
+    """The gradients of the output, unchecked, one for each backward pass; None if they were not asked for."""
     _wait: Callable[[], None] = lambda: None
     """Waits for copies to the host that are under way."""
     values: dict[str, StoredValue] = field(default_factory=dict)
@@ -194,9 +197,9 @@ class CapturedCall:
     had_graph: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients were on when it began."""
     is_mixed: bool = False
-    """Whether a gradient may be that of another call."""
+    """Whether a gradient may belong to another call: see ``_mark_mixed``."""
     is_left_out: bool = False
-    """Whether it is not to be kept when it ends."""
+    """Whether the call has a tensor without numbers, and so is not kept."""
 
     @property
     def output(self) -> Any:
@@ -298,7 +301,7 @@ class CapturedCall:
 
 
 def _first_tensors(value: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a value that are drawn, each with where it is; attention has its weights as the second."""
+    """Return the first tensors of a value, to be drawn, with their places; attention has its weights as the second."""
     found = [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor)][:_MAX_TENSORS]
     return [("" if len(found) == 1 else f"[{path}]", leaf) for path, leaf in found]
 
@@ -369,7 +372,7 @@ class Captured:
 # -- recording -------------------------------------------------------------------------------------------------------
 
 _Key: TypeAlias = tuple[str, int, int]
-"""Name, step, and number of the call among those that gradients can come to, as gradient hooks count."""
+"""Name, step, and number of the call among those that began with gradients on, as gradient hooks count."""
 NO_NUMBERS: Final = (
     "its calls were inside of a transform (torch.vmap, torch.func.grad) or of torch.export, where tensors have no "
     "numbers of their own that could be kept; run the model outside of it"
@@ -377,7 +380,7 @@ NO_NUMBERS: Final = (
 
 
 class CaptureStopped(BaseException):
-    """Ends a forward whose last site is captured; no Exception, since a model may catch those."""
+    """Ends a forward whose last target is captured. Not an `Exception`, since a model may catch those."""
 
     def __init__(self, owner: object) -> None:
         super().__init__("hookline.capture(..., stop=True) has captured its last target; this ends its `with` block.")
@@ -411,7 +414,7 @@ class CaptureRecorder:
     left_out: set[str] = field(default_factory=set)
     """The modules of which a call was not kept, as it had no numbers."""
     _seen: set[str] = field(default_factory=set)
-    """The modules that were called, of those that a stop waits for."""
+    """The modules of ``stops_after`` that were called in this forward."""
     _open: _OpenCalls = field(default_factory=_OpenCalls)
     _awaiting: dict[_Key, CapturedCall] = field(default_factory=dict)
     """The calls that gradients can come to."""
@@ -429,10 +432,10 @@ class CaptureRecorder:
         self._awaiting.clear()
 
     def release(self) -> dict[str, list[CapturedCall]]:
-        """Return the calls and hold none any more, once the hooks are off.
+        """Return the calls, once the hooks are off, and drop all references to them.
 
-        Graph nodes hold the hook of gradients, which leads here, and calls hold outputs, which hold graph nodes. The
-        garbage collector does not see that circle, since it goes through C++, so it has to be cut.
+        Graph nodes hold the hook of gradients, which holds this recorder; calls hold outputs, which hold graph nodes.
+        The garbage collector does not see that circle, since a part of it is in C++, so it has to be cut here.
         """
         self.store.wait_for_copies()
         calls, self.calls, self._awaiting = self.calls, {}, {}
@@ -467,7 +470,7 @@ class CaptureRecorder:
         opens, scope = self.opens_calls, self.scope
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            # Asked here, and not by the attachment, which would not tell a call of others from none.
+            # The attachment does not ask, as a call that it keeps from us would look like no call at all in `_reason`.
             if scope is not None and scope not in open_contexts():
                 return
             if _torch.in_recomputation():
@@ -502,9 +505,10 @@ class CaptureRecorder:
         return under_way.pop() if under_way else None
 
     def _mark_mixed(self, name: str) -> None:
-        """Mark the calls of a module whose gradients come to a repetition, since the first time there was no graph.
+        """Mark the calls of a module that is run again, if the first time there was no graph.
 
-        Checkpointing with use_reentrant=True does that, and the numbers of its calls begin at 0 again.
+        Checkpointing with use_reentrant=True does that: the gradients belong to the repetition, whose calls are counted
+        from 0 again, so a gradient could find the wrong call.
         """
         calls = self.calls.get(name, ()) if self.takes_grads and torch.is_grad_enabled() else ()
         if not all(call.had_graph for call in calls):
@@ -537,7 +541,7 @@ class CaptureRecorder:
     def _stop_after(self, name: str) -> None:
         """End the forward if this was the last module that it waits for."""
         self._seen.add(name)
-        if self._seen < self.stops_after:
+        if self._seen < self.stops_after:  # a proper subset: some have not been called
             return
         self._seen.clear()
         if not self.can_stop:
@@ -546,5 +550,9 @@ class CaptureRecorder:
 
 
 def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:
-    """Return how many calls of a module are under way, with the one that begins or ends; a raised one is not."""
-    return _torch.times_running(module) or len(begun) + 1  # compiled code shows none, and raises in none
+    """Return how many calls of a module are running, with the one that begins or ends; those that raised are not.
+
+    Entries of ``begun`` beyond that number are of calls that raised. In compiled code torch tells of none, and none
+    raises: there all of ``begun`` count.
+    """
+    return _torch.times_running(module) or len(begun) + 1

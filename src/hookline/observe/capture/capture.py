@@ -1,8 +1,9 @@
 """Keep what flows through a model: outputs, inputs and gradients, by the names of the modules.
 
-Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorder` on modules, and returns a `Cache`
-over it, which is also the handle of the hooks: they come off with ``remove()``, or at the end of a ``with`` block, and
-what it holds stays.
+Users call `capture`, and so does `bisect` (debug/compare). It checks the options, puts the hooks of a `CaptureRecorder`
+on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with ``remove()``, or at
+the end of a ``with`` block, and what it holds stays. The hooks are observers: they must return None, and run after all
+edits. A new option of what is kept belongs to `ValueStore`.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
 # -- copies and files ------------------------------------------------------------------------------------------------
 
 _KEY: Final = "hookline.capture"
-"""The one key of the tree that a file holds."""
+"""The one key of the tree in a file, which tells it from other files of `checkpoint_file`."""
 _PLAIN: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
@@ -302,6 +303,7 @@ def _plain_leaf(leaf: Any) -> Any:
 
 _OPTIONS: Final = AttachOptions(observe=True, name="capture")
 _WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
+# The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
 _READS_OUTPUT: Final = HookTraits(wants_site=False, may_edit=False, reads="o")
 _NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -398,11 +400,11 @@ def capture(
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Stand for the pre-hook that each module has of its own."""
+    """Stand for a pre-hook while it is attached: each module then gets its own, ``recorder.begin_hook(entry)``."""
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    """Stand for the forward hook that each module has of its own."""
+    """Stand for a forward hook while it is attached: each module then gets its own, ``recorder.end_hook(entry)``."""
 
 
 def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
@@ -412,7 +414,7 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
         kind: Kind, hook: Any, options: AttachOptions = _OPTIONS, traits: HookTraits | None = None
     ) -> Attachment:
         attachment = new_attachment(hook, kind, options, traits=traits)
-        attachment.context = recorder.scope if kind is not Kind.FORWARD else None
+        attachment.context = recorder.scope if kind is not Kind.FORWARD else None  # `end_hook` asks for the scope
         cache.handles[kind] = attach_to_modules(attachment, model, chosen)
         return attachment
 

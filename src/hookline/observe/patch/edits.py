@@ -2,9 +2,12 @@
 mean_ablate).
 
 Users reach these as ``hookline.edits``; ``patch`` binds each edit to its sites, and its hooks call ``apply`` with the
-main tensor of a site. Each edit is a function of this file with what it was given, and may be for a part of the
-activation, its `EditIndex`. Nothing is changed in place: containers on the way to a tensor are copied, as a module may
-keep the dict it returns, and its caller the one it passes. All of it can be traced into a compiled graph.
+main tensor of a site. ``steer`` of factories/steering.py uses the same arithmetic and errors, factories/exporting.py
+`find_main_input`. Each edit is a function of this file with what it was given, and may be for a part of the activation,
+its `EditIndex`. Nothing may be changed in place: containers on the way to a tensor are copied, as a module may keep the
+dict it returns, and its caller the one it passes. All that runs in a call can be traced into a compiled graph: it waits
+for no number of a tensor, and texts of errors come from functions that are `constant_while_tracing`. A new edit is a
+maker (like `scale`) with its function (like `_scaled`), a name in `_MAKERS`, and a line in hookline/edits.py.
 
     >>> last = EditIndex((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
@@ -52,7 +55,7 @@ _ATTACH: Final = "Choose a module with tensors there, or write a hook that knows
 
 
 class EditedPlace(NamedTuple):
-    """Where an edit is made; in the place of a `Site` for edits that do not ask when: to make one takes 7 calls."""
+    """Where an edit is made. Stands in for a `Site`, which takes 7 calls to make, if the edit asks for none."""
 
     name: str
     """The dotted name of the module."""
@@ -76,7 +79,8 @@ def site_text(site: Where) -> str:
 
 
 def shape_of(x: Tensor) -> str:
-    """Return the shape in words; in compiled code, ask for sizes that the graph keeps open."""
+    """Return the shape in words."""
+    # In compiled code a size may be a symbol: `operator.index` has the compiler put its number there.
     sizes = [str(operator.index(size)) for size in x.shape]
     return f"({', '.join(sizes)}{',' if x.dim() == 1 else ''})"
 
@@ -112,7 +116,7 @@ def _found(cls: type) -> str:
 
 def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
     """Return the same structure with ``new`` for every ``old``; containers that hold no ``old`` are not copied."""
-    if torch.compiler.is_compiling():  # which cannot follow the handling of errors
+    if torch.compiler.is_compiling():  # the compiler cannot trace the handling of errors
         return put_in(value, old, new)[0]
     try:
         return put_in(value, old, new)[0]
@@ -123,7 +127,7 @@ def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
 
 # -- index= ----------------------------------------------------------------------------------------------------------
 
-# Between brackets torch would read a number that comes as a tensor, and wait for it.
+# With ``x[number]``, torch would read a number that is a tensor, and wait for the device; these operators do not.
 _INDEX: Final[Callable[..., Tensor]] = torch.ops.aten.index.Tensor
 _INDEX_PUT: Final[Callable[..., Tensor]] = torch.ops.aten.index_put_.default
 
@@ -162,7 +166,10 @@ class GivenTensor:
 
 
 def _is_lasting(x: Tensor) -> bool:
-    """Return whether what is made beside ``x`` may be kept: not with fake tensors, transforms, or CUDA graphs."""
+    """Return whether a tensor that is made now may be kept for later calls.
+
+    Not while ``x`` is a fake tensor, nor inside a transform, nor while a CUDA graph is recorded.
+    """
     ordinary = type(x) is Tensor or isinstance(x, torch.nn.Parameter)
     return ordinary and not _torch.in_transform() and not _torch.capturing()
 
@@ -191,18 +198,18 @@ class EditIndex:
         self.calls = 0
         """How often a part was asked for, outside of compiled code."""
         self.selects = False
-        """Whether there was anything in one of these parts."""
+        """Whether any of these parts had a number in it; if none had, `Patch.remove` warns."""
         with torch.inference_mode(False):  # what is kept may serve in training later
             for item in parse_index(given):
                 self._add(item)
             if self.items.count(Ellipsis) > 1:
                 raise OptionError(f"index={self.text} has more than one '...'.")
-            # To the compiler a number is a constant, and each position would need another graph: there, numbers are
-            # looked up as tensors.
+            # To the compiler a number in an index is a constant, and each position would need another graph. So
+            # compiled code takes the slices first, and then looks the numbers up as tensors.
             self.letters = "".join(map(_letter, self.items))
             """A letter for each item: n for a number, p for places, s for a slice, "." for ``...``."""
             self.has_numbers = "n" in self.letters and "p" not in self.letters
-            """Whether numbers can be looked up as tensors."""
+            """Whether numbers can be looked up as tensors; not together with places, which torch would combine."""
             lettered = list(zip(self.letters, self.items, strict=True))
             self.slices = tuple(slice(None) if letter == "n" else item for letter, item in lettered)
             """The index without its numbers."""
@@ -217,13 +224,13 @@ class EditIndex:
         elif Ellipsis in self.items:
             raise OptionError(f"index={self.text} has a mask behind '...': write a slice for each dimension before.")
         else:
-            # The places of a mask are known now. Left to the call, they would be a size that depends on data, which
-            # costs a wait on a GPU, and which no compiled graph can hold.
+            # The places of a mask are computed now. In the call, their number would be a size that depends on data:
+            # that waits for a GPU, and no compiled graph can hold it.
             self.masks.append((len(self.items), tuple(item.shape)))
             self.items += [GivenTensor(places) for places in item.nonzero(as_tuple=True)]
 
     def part(self, x: Tensor, where: str) -> Tensor:
-        """Return that part of the tensor, which is the one at ``where``; torch's own errors in compiled code."""
+        """Return that part of ``x``, the tensor at ``where``; compiled code raises torch's error for a wrong index."""
         for start, shape in self.masks:
             for offset, size in enumerate(shape):
                 if x.dim() < start + len(shape) or x.shape[start + offset] != size:
@@ -304,11 +311,12 @@ class Edit:
     options: str = ""
     """What was given, as a user would write it."""
     wants_site: bool = False
-    """Whether it has to be given a `Site`, with the number of the call; a place will do for others."""
+    """Whether it has to get a `Site`, which has the number of the call; others get an `EditedPlace`."""
     recorded: Callable[[list[Tensor], str], Tensor] | None = None
-    """Of an edit that was given a cache first: makes what is put in of a module's tensors in it, and its name."""
+    """For an edit that was given a cache, as ``given[0]``: ``recorded(tensors of a module, its name)`` returns what is
+    given in its place; None for other edits."""
     axes: TokenAxes | None = None
-    """Tells where the index cannot mean tokens; None if it names no axis after the first."""
+    """Finds modules where the second item of the index would be no token; None if it has none."""
     by_head: bool = False
     """Whether the index names heads of attention, which only places inside of it have."""
 
@@ -428,7 +436,7 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None, head: Heads = 
         raise OptionError(
             f"ablate() takes a number, got {type_name(value)}. For tensors there is hookline.edits.replace()."
         )
-    is_whole = value == value // 1  # not so for nan and inf
+    is_whole = value == value // 1  # False for NaN and infinity
     return _edit(index, head, "ablate", _ablated, (float(value), is_whole), repr(value) if value else "")
 
 
@@ -489,7 +497,7 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
 def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, k: float | GivenTensor) -> Tensor:
     edit.check_real(x, site)
     vector = edit.converted(given, x, site)
-    # By one number along the last dimension it would broadcast too, and be another edit than the one that is meant.
+    # A vector of one number would broadcast along the last dimension too, which is not what the user means.
     if not _broadcasts(vector, part) or vector.shape[-1:] != part.shape[-1:]:
         remedy = "Its last dimension has to be as long as that of the activation; those before it may broadcast."
         edit.misfit(f"was given a vector of shape {shape_of(vector)}", part, x, site, remedy)
@@ -524,7 +532,7 @@ def _replaced(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTens
 
 
 def _factor(k: Any, what: str) -> float | GivenTensor:
-    """Return a factor as it was given; a whole number as a float, since the compiler takes those for constants."""
+    """Return a factor as it was given; a whole number as a float, since to the compiler an int is a constant."""
     return float(k) if isinstance(k, int | float) else GivenTensor(as_tensor(k, what))
 
 
@@ -599,7 +607,7 @@ def _put_back(
     edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, fits: Callable[[Tensor, Tensor], bool]
 ) -> Tensor:
     value = edit.converted(given, x, site)
-    if edit.index is not None and value.dim() == x.dim() and fits(value, x):  # it holds more than the part
+    if edit.index is not None and value.dim() == x.dim() and fits(value, x):  # the cache has the whole activation
         value = edit.index.part(value.expand(x.shape), site_text(site))
     if not fits(value, part):
         edit.misfit(f"has a tensor of shape {shape_of(value)} from the other run", part, x, site, _OTHER_RUN)

@@ -1,7 +1,9 @@
 """Edit activations for as long as a block lasts.
 
 Users call `patch` with a mapping from targets to edits or functions. It binds each edit to its sites, and attaches them
-as hooks by `hookline.sites`, all or none.
+as hooks by `hookline.sites`, all or none: if one cannot be attached, those before it are removed again. The hooks
+`_EditOutput` and `_EditInput` are also traced by the compiler, and become part of the graph: no code in their
+``__call__``, nor in edits.py below it, may read a number of a tensor. What an edit computes belongs in edits.py.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
 _FORWARD: Final = Kind.FORWARD
+# The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
 _READS_OUTPUT: Final = HookTraits(wants_site=True, may_edit=True, reads="o")
 _READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")
 
@@ -134,7 +137,7 @@ def patch(
             for entry in request.entries:
                 if inputs or edit.wants_site or request.context is not None:
                     entry.hook = type(hook)(bound[entry.name])
-                else:
+                else:  # without a site, which takes longer to make than the rest of the call
                     entry.hook = _EditOutput(bound[entry.name], EditedPlace(entry.name, kind))
                     entry.simple = True
     except BaseException:
@@ -153,7 +156,7 @@ class Patch(HandleSet):
     def __init__(self) -> None:
         super().__init__()
         self.edits: list[Edit] = []
-        """What the handles put on, in their order; none after ``remove()``."""
+        """The edits that the handles put on, in their order; empty after ``remove()``."""
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the edits off; warn, unless ``quiet``, of one that was never made, or that selected nothing."""

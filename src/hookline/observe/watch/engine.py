@@ -1,8 +1,14 @@
 """Add up the statistics of tensors, by place, and read them as metrics.
 
-`Watch` and its hooks call it with tensors, or with what compiled code has found in them. It chooses the reducer by the
-device: `reduce` on the CPU; on a GPU a `Kernel`, for the many tensors that `PendingTensors` collects; where there is no
-Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device; dead units and histograms are kept beside it.
+`Watch`, its hooks (hooks.py, graph.py) and the statistics of factories (streaming_stats.py) give a `StatsEngine`
+tensors, or what compiled code has found in them; `RankStats` and the step monitor (ranks.py, monitor.py) read its rows.
+It chooses the reducer by the device: `reduce` on the CPU; on a GPU a `Kernel`, for the many tensors that
+`PendingTensors` collects; where there is no Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device;
+dead units and histograms are kept beside it.
+
+Rows have the columns of `Layout` (row.py), those that are added up first; reducers and triton_programs.py write them by
+number. A row must never move, as compiled code writes to its address. A statistic per unit is a class in `BY_UNIT`, a
+name in ``_BY_UNIT`` of row.py, and a case in ranks.py. Taking a tensor must neither wait for a GPU nor end the run.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ if TYPE_CHECKING:
     from hookline.observe.watch.row import Layout
 
 _BINS: Final = 256
+"""The exponents of a float32; ``_BINS`` of triton_programs.py is the same."""
 _BIAS: Final = 127
+"""What a float32 adds to an exponent to store it."""
 
 
 class AliveUnits:
@@ -91,18 +99,21 @@ class ExponentBins:
 
     @staticmethod
     def as_metric(values: list[float]) -> Any:
-        """Return counts by exponent (``"-3"``: numbers from 1/8 to 1/4), with zeros and nonfinite ones apart."""
+        """Return counts by exponent (``"-3"``: numbers from 1/8 to 1/4), with zeros and nonfinite ones apart.
+
+        report/metric_series.py knows a histogram by these keys.
+        """
         counts = {str(exponent - _BIAS): int(count) for exponent, count in enumerate(values) if count}
         zeros, nonfinite = counts.pop(str(-_BIAS), 0), counts.pop(str(_BINS - 1 - _BIAS), 0)
         return {**({"zero": zeros} if zeros else {}), **counts, **({"nonfinite": nonfinite} if nonfinite else {})}
 
 
 BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind for kind in (AliveUnits, ExponentBins)}
-"""What keeps each statistic."""
+"""For each statistic that is kept per unit, the class that keeps it."""
 
 
 def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
-    """Return for each place a list for each statistic, empty if there is nothing."""
+    """Return for each place a list of values for each statistic of ``place.beside``; empty if nothing was taken."""
     found: dict[WatchedPlace, list[list[float]]] = {place: [[] for _ in place.beside] for place in places}
     kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
     for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
@@ -111,7 +122,7 @@ def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list
 
 
 _AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
-"""Kinds that the next step changes in place."""
+"""Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``."""
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _PARTIAL: Final = (
     "its DTensor is Partial: each rank has a summand, whose statistics mean nothing. Redistribute it to Replicate() or "
@@ -134,14 +145,14 @@ class WatchedPlace:
     beside: tuple[Any, ...] = ()
     """The statistics that are kept per unit, `AliveUnits` and `ExponentBins`."""
     deferred: Any = None
-    """The `PendingTensors` where its tensors may wait, once it is known that nothing changes them in place."""
+    """The `PendingTensors` that may hold its tensors, once it is known that nothing changes them in place."""
     rows: dict[torch.device, StatRow] = field(default_factory=dict)
     placed: Placed | None = None
     """How its tensors lie on a mesh, if they are distributed (DTensor)."""
     silent: str = ""
-    """Why something was not measured here, if that is so."""
+    """Why something could not be measured here; empty if everything could."""
     unread: str = ""
-    """Why the first tensor had no numbers; of no account once another had."""
+    """Why a tensor had no numbers; it counts only if no tensor had any."""
 
     @property
     def prefix(self) -> str:
@@ -154,7 +165,10 @@ class WatchedPlace:
         return self.prefix.rstrip("/")
 
     def numbers_in(self, tensor: Tensor) -> Tensor | None:
-        """Return the numbers of a tensor, those of this rank, None if it has none; note how it lies on its mesh."""
+        """Return the numbers of a tensor, of a distributed one this rank's part; None if it has none.
+
+        Also note how a distributed tensor lies on its mesh.
+        """
         tensor = tensor.values() if tensor.is_nested else tensor
         local: Tensor | None = tensor
         if type(tensor) not in _PLAIN:
@@ -215,7 +229,7 @@ class StatRow:
         self.added = values[:num_added]
         """The columns that are added up."""
         self.kept = values[num_added:]
-        """The columns of which the largest number is kept."""
+        """The columns of which the largest number is kept; minima are there with the other sign."""
         self.address = values.data_ptr()
         memory: Any = values.numpy() if values.device.type == "cpu" else None
         self.cells = None if memory is None else memoryview(memory).cast("B").cast("d")
@@ -231,7 +245,7 @@ class StatRow:
             for at, value in enumerate(found):
                 if at < num_added:
                     cells[at] += value
-                elif not value <= cells[at] and cells[at] == cells[at]:  # NaN comes in, and stays
+                elif not value <= cells[at] and cells[at] == cells[at]:  # a NaN replaces any number, and stays
                     cells[at] = value
             if found[BAD]:
                 self.bad_order.setdefault(self.number)
@@ -322,9 +336,10 @@ class StatsEngine:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.rereads = True
-        """Whether a tensor is read anew that was the last one too, as where a module returns what its last child has
-        returned. What ``.data`` has written to it in between has made no new version of it; nor has compiled code, so
-        that what it hands over is always read."""
+        """Whether a tensor on the CPU is read again if it was also the last one that was read: a module often returns
+        what its last child has returned. If False (the step monitor sets that), the last row is used again where the
+        version of the tensor is the same, so a write by ``.data`` in between is missed. What compiled code hands over
+        is always read again, as its writes make no new version."""
         self._last: tuple[Callable[[], Tensor | None], int, list[float]] = (lambda: None, 0, [])
         """The last tensor on the CPU, its version, and its row."""
         self.places: dict[tuple[str, str], WatchedPlace] = {}
@@ -335,7 +350,7 @@ class StatsEngine:
         """Held while rows and places are handed out, and while what is kept per unit changes."""
 
     def place(self, name: str, kind: str) -> WatchedPlace:
-        """Return the place of that name; make it the first time."""
+        """Return the place of that name and kind; make it the first time."""
         found = self.places.get((name, kind))
         if found is None:
             beside = tuple([BY_UNIT[each]() for each in self.layout.by_unit])
@@ -389,7 +404,11 @@ class StatsEngine:
             self._take_notes(device, some)
 
     def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
-        """Add what compiled code has found, as `find_in` gives it: the tensor itself, or rows of it."""
+        """Add what compiled code has found, as `find_in` of graph.py gives it.
+
+        Each item has a place, the tensors found, how many numbers each entry of them stands for (1: it is the tensor
+        itself, to be read), and a scale.
+        """
         by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
         whole: list[_Taken] = []
         for place, found, each, scale in items:
@@ -452,7 +471,8 @@ class StatsEngine:
         found = self._pending.get(device)
         if found is None:
             made = PendingTensors(partial(self._take_notes, device), device)
-            # In one step: what another thread notes in one that is replaced here would never be asked for.
+            # By setdefault, which no other thread can interrupt: tensors in a `PendingTensors` that was replaced would
+            # be lost.
             found = self._pending.setdefault(device, made)
         return found
 
@@ -474,13 +494,14 @@ class StatsEngine:
                 place.give_up(tensor, error)
 
     def _inputs(self, device: torch.device, notes: Sequence[_Taken]) -> Iterator[KernelInput]:
-        """Yield the tensors with their rows, by no call of Python's in the common case."""
+        """Yield the tensors with their rows; in the common case without a call of a Python function."""
         for place, tensor, scale in notes:
             row = place.rows.get(device)
             if row is None:
                 row = self.row(place, device)
-            # A view with a sign to come is one of complex numbers: every other one in memory, unless there is but one.
-            # To ask whether it is one takes as long as all else here together.
+            # A view that has still to be negated (``is_neg``) is the imaginary part of a conjugate. In memory that is
+            # every second number, so it is not contiguous, unless it has fewer than two. To ask ``is_neg`` takes as
+            # long as all else here together.
             if tensor.dtype not in READ or not tensor.is_contiguous() or tensor.numel() < 2:
                 try:
                     tensor = readable(tensor.dequantize() if tensor.is_quantized else tensor)
@@ -587,7 +608,7 @@ class StatsEngine:
         ]
 
     def load_state_dict(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave; rows of other statistics than are asked for now are passed over."""
+        """Go on from what `state_dict` gave; rows with another number of columns (other statistics) are passed over."""
         self.reset()
         for state in saved:
             place = self.place(state["name"], state["kind"])

@@ -1,13 +1,17 @@
 """Say what compiled code hands over of a tensor, and add that to its places, call after call.
 
-Watch hooks leave `find_in` in compiled graphs, and make a `GraphHandover` for each operator of ours there. On a CPU
-the tensor itself is handed over.
+Watch hooks (hooks.py) leave `find_in` in compiled graphs, and make a `GraphHandover` for each operator of ours there;
+factories/streaming_stats.py calls `hand_over_late`. On a CPU the tensor itself is handed over.
 
 On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
 longer than reading it. So the graph finds the same for rows of up to 1024 numbers, while it computes them (21 µs for
 nine outputs of a GPT-2 block on an H200, 1.4 ms with all six launches). It writes that into one buffer for each
 statistic; a table on the device tells which rows belong to which place, and one launch of ours adds them all. Wider
 tensors, and gradients of 16 bits, our kernel reads itself, many in one launch: see `_is_read_whole`.
+
+The order and types of what `_by_row` returns are known to ``row_of_parts`` of row.py, to the program that adds rows in
+triton_programs.py, and to `_TYPES`: change all together, and then the names ``find_…`` and ``join_…`` (see there).
+`find_in` is traced: what is not tensor code in it has to be `constant_while_tracing`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 _LONGEST: Final = 1024
 """The longest row that the compiler holds in registers."""
 _SHORTEST: Final = 32
-"""Of shorter ones there would be too many."""
+"""The shortest row: of shorter ones there would be too many."""
 _BY_ROW: Final = frozenset({"cuda"})
 """Device types where a graph finds statistics by row."""
 _IN_ROWS: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -44,9 +48,9 @@ _CALLS: Final = 16
 
 
 def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tuple[list[Tensor], int]:
-    """Return what a graph hands over of a tensor, and how many numbers each entry of that covers. Can be traced.
+    """Return what a graph hands over of a tensor, and how many numbers each entry of that stands for. Can be traced.
 
-    1 means that it is the tensor itself, unread.
+    1 means that it is the tensor itself, whose statistics are not known yet.
     """
     numbers = tensor.detach()
     if numbers.device.type not in _BY_ROW:
@@ -85,9 +89,9 @@ def hand_over_late() -> None:
 
 
 def _by_row(numbers: Any, each: int, aten: Callable[..., Any]) -> list[Any]:
-    """Return sums, sums of squares, extremes and zeros of each row.
+    """Return sums, sums of squares, minima, maxima and numbers of zeros of the rows.
 
-    By calls of ``aten``, which compute it or tell the compiler what to write.
+    ``aten`` calls an operator by its name: it computes it (`_compute`), or has the compiler write it (`open_late`).
     """
     narrow = aten("_to_copy.default", aten("reshape.default", numbers, [-1, each]), dtype=torch.float32)
     wide = aten("_to_copy.default", narrow, dtype=torch.float64)
@@ -101,7 +105,7 @@ def _by_row(numbers: Any, each: int, aten: Callable[..., Any]) -> list[Any]:
 
 
 _TYPES: Final = (torch.float64, torch.float64, torch.float32, torch.float32, torch.int32)
-"""Of what `_by_row` returns."""
+"""The types of what `_by_row` returns."""
 
 
 def _compute(numbers: Tensor, each: int) -> list[Tensor]:
@@ -109,7 +113,8 @@ def _compute(numbers: Tensor, each: int) -> list[Tensor]:
 
 
 def _pretend(numbers: Tensor, each: int) -> list[Tensor]:
-    # The compiler is there by now, if it is the one that can open the operator.
+    # Here, and not when this file is imported: both look for inductor among the loaded modules. If inductor is what
+    # compiles this graph, it is loaded by now.
     _torch.open_late(_FIND, _by_row)
     _torch.join_late(_JOIN)
     return [numbers.new_empty([numbers.numel() // each], dtype=dtype) for dtype in _TYPES]
@@ -131,7 +136,8 @@ def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Cal
     return getattr(torch.ops.hookline, name).default
 
 
-# The compiler keeps what it has written on disk, by the operator's name: another meaning needs another name.
+# The compiler keeps its code on disk by the name of the operator: if the operator computes something else, count up the
+# number in its name.
 _FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", _compute, _pretend)
 """The operator that finds statistics by row; the compiler opens it only when it writes the loops."""
 _JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _pretend_join)
@@ -157,9 +163,9 @@ class GraphHandover:
         self._shares = shares
         self._are_whole = all(share.each == 1 for _, share in shares)
         self._tables: dict[int, list[Tensor]] = {}
-        """By stream: another one does not wait until a table is there."""
+        """The tables for the kernel, by stream: a stream would not wait for one that another stream copies."""
         self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
-        """By stream, address of the scale, and addresses and sizes of the tensors."""
+        """Launches by stream, address of the scale, and addresses and sizes of the tensors; the latest `_CALLS`."""
 
     def take(self, found: list[Tensor], scale: Any) -> None:
         """Add the tensors of one call, divided by ``scale``."""

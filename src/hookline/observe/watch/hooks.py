@@ -2,9 +2,12 @@
 
 `Watch` makes one `WatchSites`, which puts a `ModuleStatsHook` on modules, one for all modules of a kind, and has a
 `ParameterReader`, which `Watch` calls at steps. In compiled code a hook leaves a summary of the tensor in the graph
-instead of being called. Hooks ask `Passes`, which decides about each forward once.
+instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.py calls ``prepare``). Hooks ask
+`Passes`, which decides about each forward once. A hook here observes: an error of its own must not end the run.
 
-A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace, of each; `Steps` counts them.
+A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace (debug/compare), of each; `Steps` counts
+them. The step monitor (monitor.py) and analyses/layers.py call `checked_kinds`. The names of kinds stand again in
+engine.py (``_AT_ONCE``), ranks.py (``_LOCAL``) and report/metric_series.py (``KINDS``): change them together.
 """
 
 from __future__ import annotations
@@ -53,19 +56,20 @@ if TYPE_CHECKING:
 BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
 BY_OPTIMIZER: Final = "the optimizer's step"
 BY_HAND: Final = "watch.step()"
+"""What a step is, in the words of reports. Checkpoints have these texts: another text would change resumed runs."""
 _STATE: Final = ("what", "count", "is_due", "last_look", "_has_begun")
-"""What a resumed watch has to know of its steps."""
+"""The attributes of `Steps` that a checkpoint keeps, by name."""
 
 
 class OptimizerSteps:
     """Calls `on_step` with an optimizer once for each of its steps, when gradients are final.
 
-    That is just before the step; just after, where a closure makes the gradients in it.
+    That is just before the step, or just after it if the step is given a closure, which makes the gradients in it.
 
     Args:
         given: The optimizers; None for every one that holds parameters of `model`.
         on_step: What is called.
-        model: The model; of no account where optimizers are given.
+        model: The model; not used where optimizers are given.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class OptimizerSteps:
         self._on_step = on_step
         self._model = model if given is None else None
         self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        """Of optimizers that have stepped, whether they count."""
+        """For each optimizer that has stepped, whether its steps count."""
         self._handles = HandleSet()
         listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
@@ -112,6 +116,7 @@ def _hook_for(steps: Callable[[], OptimizerSteps | None], is_before: bool) -> Ca
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = steps()
         has_closure = any(callable(each) for each in (*args, *kwargs.values()))
+        # Of the hooks before and after the step, the one before tells of it, or, with a closure, the one after.
         if found is not None and is_before is not has_closure:
             found.note(optimizer)
 
@@ -139,7 +144,7 @@ class Steps:
         self.is_due = self._begin(0)
         """Whether the step that is under way is due."""
         self.last_look: int | None = None
-        """The newest step that is over and was due."""
+        """The number of the latest step that is over and was due; None if there is none."""
         self._was_due = False
         self._has_begun = False
         """Whether a forward has begun, where that is a step."""
@@ -148,7 +153,11 @@ class Steps:
 
     @property
     def needs_hooks(self) -> bool:
-        """Whether hooks are to be on now. Forwards begin too late to put them on: those are passed over instead."""
+        """Whether hooks have to be on now.
+
+        Where a forward is a step, they are always on: when it begins, it is too late to put them on. They then do
+        nothing at steps that are not due.
+        """
         return self.is_due or self.what == BY_FORWARD
 
     def advance(self) -> None:
@@ -159,14 +168,14 @@ class Steps:
         self.is_due = self._begin(self.count)
 
     def begin_forward(self) -> None:
-        """Count a forward that begins, where it is a step; the one before is over then."""
+        """Count a forward that begins, where a forward is a step: the step before ends now."""
         if self.what == BY_FORWARD:
             if self._has_begun:
                 self.advance()
             self._has_begun = True
 
     def is_due_for(self, optimizer: Optimizer) -> bool:
-        """Return whether the step that an optimizer makes now is due; of one that is behind, the step before."""
+        """Return whether the step that an optimizer makes now is due; one that is behind makes the step before."""
         return self.is_due if self._step_of(optimizer) == self.count else self._was_due
 
     def count_step_of(self, optimizer: Optimizer) -> None:
@@ -177,7 +186,10 @@ class Steps:
         self._made[optimizer] = step + 1
 
     def _step_of(self, optimizer: Optimizer) -> int:
-        """Return the step that an optimizer makes now; a new one has a part in the step that another has ended."""
+        """Return the number of the step that an optimizer makes now.
+
+        One that was never seen takes part in the step that another optimizer has just ended, if there was one.
+        """
         return min(self._made.get(optimizer, self.count - bool(self._made)), self.count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,11 +204,12 @@ class Steps:
 
 
 class _Decision(threading.local):
-    """What this thread's forward was decided to be."""
+    """What was decided about the forward of this thread."""
 
     which: tuple[int, bool] | None = None
-    """When the forward began, and the mode of the model."""
+    """Which forward: its order number, and the mode of the model."""
     counts = False
+    """Whether it counts, by its phase."""
 
 
 class Passes:
@@ -208,9 +221,9 @@ class Passes:
         self.paused = 0
         """How many ``paused()`` blocks are open."""
         self.counter: ForwardCounter = NO_MODEL
-        """Counts the forwards of the model while hooks are on it."""
+        """Counts the forwards of the model while hooks are on it; `WatchSites` puts it here when it attaches them."""
         self.on_forward: Callable[[], None] = lambda: None
-        """Called when a forward that counts begins; a monitor of steps sets it."""
+        """Called when a forward that counts begins; the step monitor (monitor.py) sets it."""
         self.in_parts = False
         """Whether parts of the model were called without it."""
         self._model = model
@@ -219,9 +232,9 @@ class Passes:
         """The last backward pass, and whether it counts."""
 
     def enter_forward(self) -> bool:
-        """Return whether an output of the forward under way counts; the first one of a forward has that decided.
+        """Return whether an output of the current forward counts; that is decided at the first output of a forward.
 
-        A part that is called after the model's mode was changed is decided about anew.
+        It is decided again if the mode of the model has changed since: a part may be called alone then.
         """
         if _torch.graph_task_id() != -1 and _torch.in_recomputation():  # it was counted the first time
             return False
@@ -239,7 +252,7 @@ class Passes:
         return decision.counts and self.steps.is_due and not self.paused
 
     def enter_backward(self) -> bool:
-        """Return whether the gradients of the backward pass under way count; that is decided once."""
+        """Return whether the gradients of the current backward pass count; that is decided once for each pass."""
         task = _torch.graph_task_id()
         if task == -1 or self._backward[0] != task:
             is_due = self.steps.is_due and not self.paused
@@ -306,10 +319,11 @@ class ModuleStatsHook(Summary):
 
     def _use(self, layout: Layout) -> None:
         self.make = _maker(layout, not self._is_forward)
+        # For `Summary`: the same for equal layouts in every process, as the compiler's code on disk has it.
         self.number = zlib.crc32(f"{layout!r} {self._is_forward}".encode())
 
     def look_closer(self) -> None:
-        """Count NaN and Inf in compiled code on a GPU as well, once it is compiled anew."""
+        """Count NaN and Inf in compiled code on a GPU too, from when it is compiled again."""
         self._use(self._engine.layout.with_details)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -398,10 +412,10 @@ class ParameterReader:
         self.gradients: list[ParameterSlot] = []
         """The parameters whose gradients are read."""
         self.at_steps: set[WatchedPlace] = set()
-        """The places whose gradients are read at steps; those of the others, when numbers are asked for."""
+        """The places whose gradients are read at steps; other gradients are read when numbers are asked for."""
 
     def read(self, scale: Tensor | None) -> None:
-        """Take parameters as they are now, and gradients that no step reads, in the place of those taken before."""
+        """Take parameters as they are now, and gradients that no step reads; forget what was taken of them before."""
         found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
         found += [(slot.place, slot.current(), None) for slot in self.values]
         others = [slot for slot in self.gradients if slot.place not in self.at_steps]
@@ -506,8 +520,8 @@ class WatchSites:
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
             call = hook.forward if kind == "forward" else hook.backward
-            # What is kept per unit needs the tensor. A graph does not know the scale of the moment, so it could not
-            # tell what is over a threshold.
+            # In a graph unless statistics per unit, which need the tensor itself, are asked for; or thresholds with
+            # scaled gradients, as the scale of the moment is not known in the graph.
             is_scaled = kind == "backward" and self._scaler is not None
             in_graph = not layout.by_unit and not (is_scaled and layout.thresholds)
             self._attach(call, MODULE_KINDS[kind], hook.sites, hook if in_graph else None)
@@ -522,7 +536,10 @@ class WatchSites:
         self._passes.counter = next(iter(attachment.counters))
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
-        """Count NaN and Inf in compiled code from now on, if it has found something that is not finite by row."""
+        """Count NaN and Inf in compiled code from now on, if a graph has found something that is not finite.
+
+        A graph that finds statistics by row sees that (`BAD`), but not whether it is NaN or Inf.
+        """
         layout = self._engine.layout
         if layout.details or self._looks_closer:
             return
@@ -544,7 +561,7 @@ class WatchSites:
         self.handles.remove(quiet=quiet)
 
     def _begin_local(self, module: nn.Module, args: Any) -> None:
-        """Hook the parameters that are there for this forward."""
+        """Begin a forward: hook the parameters that are there for it, as FSDP2 has put in whole ones."""
         if module is self._model:
             self._passes.enter_forward()
         self._local.hook_parameters(module)
@@ -608,7 +625,7 @@ class LocalGradients:
             if before is not None and before[0]() is parameter:
                 continue
             if before is not None and not _is_distributed(parameter):
-                before[1].remove(quiet=True)  # that on the shard, which never fires
+                before[1].remove(quiet=True)  # it is on the shard, and never fires; one on a whole parameter still may
             hook = functools.partial(self._take, slot.place)
             handle = attach_tensor(parameter, hook, observe=True, name=slot.place.label)
             self._hooked[slot] = weakref.ref(parameter), handle
