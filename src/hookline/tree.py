@@ -1,8 +1,8 @@
 """Walk the tensors inside any value that a module takes or returns, and rebuild the value with other tensors.
 
 It knows tensor, tuple, namedtuple, list, deque, dict, ModelOutput and dataclass, nested; other containers (a cache
-object, say) are leaves that are left alone. Used by ``sites`` (gradients, functions, compiled), ``observe``,
-``factories``, ``engines``, ``debug``, ``training``, ``lifecycle``, ``guard``, ``integrations`` and ``testing``.
+object, say) are leaves that are left alone. Nearly all folders use it: ``sites`` to watch gradients (`replace`) and in
+compiled code, ``observe`` and ``debug`` to find tensors, ``training`` and ``lifecycle`` to copy states.
 
 What must not change: the compiler traces `leaves`, `inside`, `children`, `put_in` and `twin_of` (``sites.compiled``,
 ``patch``), so these do only what it can trace. Paths (``"b.0"``) name tensors in caches and traces on disk, and are the

@@ -6,7 +6,8 @@ the same kind means the same moment on a module and on a function, with other ar
 
 The values are public: users write them, also in files of specs. Those of optimizers are parts of names
 of torch as well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here
-with its arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``.
+with its arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``. A new type of site is a
+`SiteType`, a file beside ``tensors``, and a ``Place`` of tests/helpers_sites.py.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>

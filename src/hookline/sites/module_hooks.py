@@ -1,15 +1,16 @@
 """Keep the hooks of one module, and what torch calls for them: slots in torch's own dictionaries.
 
-``attach``, ``attach_everywhere``, ``parameters`` and ``attach_function`` add entries to a `ModuleHooks`, handles take
-them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds them by key. For each end of a queue
-that has entries it puts one `Slot` into torch's dictionary, under an id that is the same on every module.
+``attach``, ``attach_everywhere`` and ``parameters`` add entries to a `ModuleHooks`, ``attach_function`` puts a `Scope`
+around its calls, and handles take them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds
+them by key. For each end of a queue that has entries, a `ModuleHooks` puts one `Slot` into torch's dictionary, under an
+id that is the same on every module.
 
 What must stay so:
 
 - A slot is never changed: a hook that comes or goes puts another in its place. So the order in the queue stays, and a
   firing that is under way, which goes by a snapshot that torch has taken, runs the hooks that were on when it began.
-- Only its slots refer to a `ModuleHooks`, so that a hook which refers to its own model does not keep that alive. A
-  module without hooks has neither.
+- Nothing that lives as long as the process refers strongly to a `ModuleHooks`. The slots on the module do, so a hook
+  that refers to its own model does not keep that alive. A module without hooks has neither.
 - Hooks come and go under `LOCK`; firing takes no lock.
 - The compiler traces ``__call__`` of the slots around a call, up to ``run_pre`` and ``run_post``: each attribute that
   is read before these becomes a guard of the compiled code.
@@ -416,7 +417,8 @@ LAST_PRE: Final = Row(LastPreSlot, "_forward_pre_hooks", LAST)
 FIRST_FORWARD: Final = Row(FirstForwardSlot, "_forward_hooks", FIRST)
 LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
-"""The slots around a call, by their names in compiled graphs."""
+"""The slots around a call, by their names in compiled graphs; the one that most hooks use is first, since
+`existing_hooks` looks in this order."""
 _ANCHOR: Final = Row(Slot, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
@@ -687,6 +689,7 @@ class ModuleHooks(GradientHooks):
             self.plan = plan_of(self)
         self._sync_guard(module, post)
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
+        # ``early`` is the plan of the slot before the call, which has nothing to do if the call begins late.
         plan, early = self.plan, "" if self.begins_late else self.plan
         first, last = _split(pre)
         self._put(module, FIRST_PRE, first, ticks="t" if counts else "")

@@ -170,8 +170,10 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
 
 
 def _is_meant(name: str, asked: str) -> bool:
-    """Return whether a glob that matches the name means it: private functions and reads of attributes only if it says
-    so.
+    """Return whether a glob that matches the name means it.
+
+    Private functions and reads of attributes (``__get__``) are meant only if the last part of the glob, ``asked``,
+    begins with "_".
     """
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")

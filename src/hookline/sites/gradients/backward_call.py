@@ -165,7 +165,7 @@ class Tap(list[_Output]):
     ``backward_pre`` before the ``backward`` of the module that used its output.
     """
 
-    # It is a list, and has none in an attribute, since one is made for each call of each module that is watched.
+    # It is itself the list, since one is made for each call of each module that is watched, and has to be cheap.
     inputs: tuple[tuple[Call, int, torch.Size | None], ...] = ()
     """Calls that take the tensor in, its place there, and its shape there, if not its own."""
 
@@ -194,10 +194,10 @@ def tap(tensor: Tensor, node: Any) -> Tap:
 
 
 def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
-    """Return the tensor to tap in place of ``tensor``, so that a later in-place operation on that does no harm.
+    """Return the tensor to tap in place of ``tensor``, so that a later in-place operation on it does no harm.
 
-    It is the tensor that ``tensor`` is a plain reshape of, with the shape of the reshape; for any other tensor,
-    ``tensor`` itself and None.
+    For a plain reshape, that is the tensor behind it, and the shape of the reshape comes with it. For any other
+    tensor, it is ``tensor`` itself, with None.
     """
     base = tensor._base
     if (
