@@ -4,10 +4,10 @@ The verbs, ``specs`` and ``patch`` parse their ``on=`` by `Kind.parse`; ``attach
 `KINDS_OF_OPTION`, and ``signature`` the arguments of a hook by `SiteType.args`. A `SiteType` is what a hook is put on:
 the same kind means the same moment on a module and on a function, with other arguments.
 
-The values are public: users write them, also in files of specs. Those of optimizers are parts of names
-of torch as well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here
-with its arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``. A new type of site is a
-`SiteType`, a file beside ``tensors``, and a ``Place`` of tests/helpers_sites.py.
+The values are public: users write them, also in files of specs. Those of optimizers are parts of names of torch as
+well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here with its
+arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``. A new type of site is a `SiteType`, a
+file beside ``tensors``, and a ``Place`` of tests/helpers_sites.py.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>

@@ -205,7 +205,8 @@ class _Leaves(dict[_HookAtLeaf, None]):
 def _is_trained(leaf: Tensor) -> bool:
     """Return whether a hook can move to that leaf now.
 
-    Not to one that takes no gradient: it may take one by a later forward. Nor to FSDP's views, which are gone soon.
+    Not to one that takes no gradient: if it takes one later, the hook moves then. Nor to FSDP's views, which are gone
+    soon.
     """
     return isinstance(leaf, nn.Parameter) and leaf.is_leaf and leaf.requires_grad and not is_lazy(leaf)
 

@@ -132,7 +132,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
     entries = attachment.members()
     sites = tuple(map(_site_receipt, entries))
     steps = [site.last_step for site in sites if site.last_step is not None]
-    # ``retired`` is read at once: at any time a module may be collected, and its firings go there.
+    # Summed at once: a module may be collected at any time, and its firings are in ``retired`` then.
     fired = sum(site.fired for site in sites) + attachment.retired
     return Receipt(
         name=attachment.name,
