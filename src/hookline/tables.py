@@ -1,9 +1,13 @@
-"""Tables of text that objects show of themselves: aligned in a terminal, HTML in a notebook; without torch.
+"""Show objects as tables: aligned text in a terminal, HTML in a notebook.
 
-Objects of every folder make a `Table` of their cells. Those that are shown as one derive from `ShownAsTable`, which
-gives them ``__str__``, ``__repr__`` and ``_repr_html_``. The HTML has no script and no style sheet, which viewers drop
-from a notebook that they do not trust; colours are laid over those of the page with some transparency, which reads in a
-light theme and in a dark one.
+Receipts, listings, handles, captures, watches, reports and the results of ``debug`` derive from `ShownAsTable`, or make
+a `Table` of their cells. ``capture``, ``debug.compare.result`` and ``observe.heat_map`` also use the parts for HTML
+(`line`, `picture`, `legend`).
+
+This file is in the lowest layer, and must not import torch. The HTML has no script and no style sheet, which viewers
+drop from a notebook that they do not trust. Colours are laid over those of the page with some transparency, so that a
+text can be read in a light theme and in a dark one. Cells are texts: shading reads numbers out of them (``_number``),
+so a column with ``heat`` holds what ``float`` takes, with commas allowed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Final, Literal
 ON: Final = "on, .remove() takes it off"
 """How an object says that its hooks are on."""
 OFF: Final = "off"
+"""The same for hooks that are off."""
 THE_MODEL: Final = "(the model)"
 """How tables name a model itself, whose name is empty."""
 
@@ -132,7 +137,7 @@ class Table:
         return f"<tr>{''.join(cells)}</tr>"
 
     def shares(self) -> list[list[float | None]]:
-        """Return each cell as a share of the largest number beside it, by ``heat``; None for what is not shaded."""
+        """Return how strongly to shade each cell, from -1 to 1, as ``heat`` says; None for a cell without a shade."""
         if not self.heat:
             return [[None] * len(row) for row in self.rows]
         numbers = [
@@ -154,7 +159,7 @@ def _number(cell: str) -> float | None:
 
 
 def _scale_of(numbers: Sequence[float | None]) -> ColourScale:
-    """Return the scale up to the largest size among ``numbers``; without an end if there is nothing to tell apart."""
+    """Return the scale from minus to plus the largest size; if all ``numbers`` are equal, one that shades nothing."""
     finite = [number for number in numbers if number is not None and math.isfinite(number)]
     largest = max(map(abs, finite)) if len(set(finite)) > 1 else math.inf
     return ColourScale(-largest, largest)
@@ -214,7 +219,7 @@ def shade_style(share: float, most: float = _MOST_OF_TEXT) -> str:
 
 
 def _colour(share: float) -> tuple[int, int, int, float]:
-    """Return red, green, blue and how opaque; by the root, or one large number would leave all others blank."""
+    """Return red, green, blue and the opacity: the root of ``share``, so that small numbers show beside a large one."""
     if not math.isfinite(share):
         return (*_NOT_FINITE, 1.0)
     return (*(_ABOVE if share > 0 else _BELOW), math.sqrt(min(1.0, abs(share))))
@@ -222,15 +227,17 @@ def _colour(share: float) -> tuple[int, int, int, float]:
 
 @dataclass(frozen=True, slots=True)
 class ColourScale:
-    """Numbers at the ends of the colours. From ``low`` below zero to ``high`` above it, zero has no colour, and each
-    side is as strong at its end; on one side of zero, the end that is nearer to it has none.
+    """The numbers that have the strongest colours.
+
+    With ``low`` below zero and ``high`` above it, zero has no colour, and both ends are equally strong. With both on
+    one side of zero, the one that is nearer to zero has no colour.
     """
 
     low: float
     high: float
 
     def share(self, number: float) -> float:
-        """Return which colour a number has, from -1 to 1; past an end that of the end, and what is not finite as is.
+        """Return the colour of a number, from -1 to 1; past an end, the colour of the end; NaN and Inf as they are.
 
         >>> ColourScale(-2, 4).share(2), ColourScale(1, 3).share(2), ColourScale(-3, -1).share(-9)
         (0.5, 0.5, -1.0)
@@ -244,7 +251,10 @@ class ColourScale:
 
 
 def legend(scale: ColourScale, *, behind_text: bool) -> str:
-    """Return a line of colours with their numbers, from end to end of ``scale``: as of a picture, or of cells."""
+    """Return a line of HTML with five or three colours of ``scale`` and their numbers.
+
+    ``behind_text``: the colours are those of cells, which are paler than those of a picture.
+    """
     sides = [(scale.low, 0.0), (0.0, scale.high)] if scale.low < 0 < scale.high else [(scale.low, scale.high)]
     numbers = [scale.low, *(number for low, high in sides for number in ((low + high) / 2, high))]
     styles = [shade_style(scale.share(number), _MOST_OF_TEXT if behind_text else 1.0) for number in numbers]
@@ -260,6 +270,7 @@ def picture(shares: Sequence[Sequence[float]], words: str) -> str:
     height, width = len(shares), max(map(len, shares), default=0)
     cell = max(1, min(_WIDEST_CELL, _WIDTH // max(1, width)))
     rows = b"".join(b"\0" + bytes(map(_level, row)).ljust(width, bytes([_LEVELS])) for row in shares)
+    # Each row begins with the number of its filter, 0 for none; a short row is filled up with the level of zero.
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, colours from the palette
     chunks = [(b"IHDR", header), *_palette(), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
     data = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*chunk) for chunk in chunks)
@@ -278,10 +289,12 @@ def _level(share: float) -> int:
 
 
 def _palette() -> list[tuple[bytes, bytes]]:
+    """Return the chunks with the colours of all levels, in the order of `_level`, and how opaque each is."""
     levels = [_colour(level / _LEVELS) for level in range(-_LEVELS, _LEVELS + 1)] + [_colour(math.nan)]
     opaque = bytes(round(255 * strength) for *_, strength in levels)
     return [(b"PLTE", b"".join(bytes(colour[:3]) for colour in levels)), (b"tRNS", opaque)]
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
+    """Return one chunk of a PNG: length, kind, data, checksum."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,7 +1,12 @@
 """Walk the tensors inside any value that a module takes or returns, and rebuild the value with other tensors.
 
-The gradient wiring, the hooks on functions and the products above call this. It knows tensor, tuple, namedtuple, list,
-dict, ModelOutput and dataclass, nested; other containers (a cache object, say) are leaves that are left alone.
+It knows tensor, tuple, namedtuple, list, deque, dict, ModelOutput and dataclass, nested; other containers (a cache
+object, say) are leaves that are left alone. Nearly all folders use it: ``sites`` to watch gradients (`replace`) and in
+compiled code, ``observe`` and ``debug`` to find tensors, ``training`` and ``lifecycle`` to copy states.
+
+What must not change: the compiler traces `leaves`, `inside`, `children`, `put_in` and `twin_of` (``sites.compiled``,
+``patch``), so these do only what it can trace. Paths (``"b.0"``) name tensors in caches and traces on disk, and are the
+same for `leaves` and `map_tensors`. A new kind of container is a branch in `children` and one in `twin_of`.
 
     >>> import torch
     >>> [path for path, _ in leaves({"a": torch.ones(1), "b": (torch.ones(1), 3)})]
@@ -46,9 +51,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return what is above the children of a container, whose own ``above`` is given; None if it is among those itself.
+    """Return the ``above`` for the children of a container: the containers they are in; None if it contains itself.
 
-    The compiler of torch 2.11 has no id of a tuple that is made in the graph: there, depth has to do.
+    The compiler of torch 2.11 has no id of a tuple that is made in the graph: there, only the depth is counted.
     """
     if torch.compiler.is_compiling():
         return (*above, 0) if len(above) < _DEEPEST else None
@@ -61,7 +66,7 @@ def replace(
     """Return the same structure with ``swap`` applied to every tensor; the very same object if nothing changed.
 
     Lists and dicts are changed in place, since others may hold them, and noted in ``swapped`` for
-    `swap_back`; whatever cannot be changed or rebuilt stays as it is.
+    `swap_back`; other containers are made anew. One that cannot be made stays as it is, with its old tensors.
     """
     if isinstance(value, Tensor):
         return swap(value)
@@ -169,7 +174,7 @@ def copied(value: Any) -> Any:
 
 
 def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a container of the same make with these items, which are all it has; a plain one if none can be made."""
+    """Return a container of the type of ``value`` with ``items``, all that it has; a plain one if none can be made."""
     # A copy of a mapping that is none of Python's own may share its items with the model.
     if isinstance(value, Mapping) and not isinstance(value, dict | UserDict):
         return items
@@ -181,9 +186,9 @@ def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def twin_of(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a container of the same make with these items, which are all it has; raise what its own methods raise.
+    """Return a container of the type of ``value`` with ``items``, all that it has; raise what its own methods raise.
 
-    The compiler traces it, and follows constructors alone.
+    The compiler traces it, and can follow only constructors: no ``_make``, no copy.
     """
     kind: Any = type(value)
     is_traced = torch.compiler.is_compiling()
@@ -208,7 +213,7 @@ def twin_of(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
-    """Return a tuple of the same make, named or somebody's own, with other items."""
+    """Return a tuple of the type of ``value``, named or a user's own, with other items."""
     kind: Any = type(value)
     if kind is tuple:
         return tuple(items)
@@ -230,7 +235,7 @@ def main_tensor(value: Any) -> Tensor | None:
 
 
 def main_of(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return the same, of the tensors in the order they come in the structure; no more are asked for than needed."""
+    """Return the main tensor of some, as `main_tensor` does; no more of them are asked for than needed."""
     first: Tensor | None = None
     for tensor in tensors:
         if tensor.dim() and tensor.is_floating_point():

@@ -1,8 +1,12 @@
 """Name the moments of a run: the points at which hooks fire, and the steps at which something is due.
 
-Hooks declare points in ``hook_points``; the loops, or a user's own, fire them through a `HookManager`. ``watch`` and
-the plan of a manager ask a `StepSchedule` at each step. Reports of runs whose length nobody knows are as far apart as
-`growing_interval` says.
+Hooks declare points in ``hook_points``; ``training.loops``, ``integrations.host_run`` or a user's own loop fire them
+through `HookManager.fire`. ``watch``, ``trace``, trackers on layers and the plan of a manager ask a `StepSchedule` at
+each step. ``integrations.host_run`` reports at the distance of `growing_interval` where the length of a run is unknown.
+
+The names of points are written to records, logs and files of sinks, and read back: rename none. Their order here is the
+order within an epoch. A name that ends with ``_STEP`` makes a point one of every step (``is_step``). For a manager, a
+schedule is anything with ``is_active(step)``.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class HookPoint(enum.Enum):
 
 
 def validate_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
-    """Return what a hook declares as a set of points; names are taken as well."""
+    """Return the points that a hook declares, one or several, each also by its name, as a set."""
     if isinstance(points, HookPoint | str):
         points = [points]
     return frozenset(HookPoint.of(point) for point in points)
@@ -140,10 +144,13 @@ class StepSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ReportedSteps(StepSchedule):
-    """Just the steps at whose ends a run reports: what is reported is then of the step that the record bears."""
+    """Only the steps at whose ends a run reports: so what is reported is of the step in the record.
+
+    ``analyses.layers`` gives it to ``watch``, where the host of a run says when it reports.
+    """
 
     reports: Any = None
-    """Has ``is_due(step)``."""
+    """Tells by ``is_due(step)`` whether the run reports at the end of a step."""
 
     def is_active(self, step: int) -> bool:
         """Return whether there is a report at the end of ``step``."""
@@ -160,4 +167,5 @@ def growing_interval(step: int, *, every: int, first: int) -> int:
         every: How far apart the ``first`` points are. Whenever the run has become twice as long, it is twice that.
         first: How many points come before the interval doubles, 2 or more; half as many before it doubles again.
     """
+    # It doubles at step every * first, at twice that, at four times that, …: as often as the quotient has bits.
     return every << (step // (every * first)).bit_length()

@@ -1,7 +1,8 @@
 """Bound the gradients of named modules, or drop them: ``clip_gradients`` and ``freeze``.
 
-Users call these. They hook their parameters (after accumulation) and, for clipping, the gradients
-that leave them towards their inputs. Nothing else in the model is touched.
+Only users call these. Both hook the parameters of the modules (``param_grad``); clipping also hooks the gradients that
+the modules send to their inputs (``backward``). Nothing else in the model is touched. Read no number on the host here:
+that would wait for the device at every gradient.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) -> HookHandle:
-    """Hook the parameters of the named modules that gradients come to, each once; none is no error here."""
+    """Hook the trained parameters of the named modules, each once; a module without any is no error here."""
     modules = {name for name, _ in select(model, target)}
     chosen: dict[int, NamedParameter] = {}
     for each in named_parameters(model):
@@ -103,9 +104,11 @@ def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) ->
 
 
 def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that scales a gradient down to the 2-norm ``bound`` if it is above."""
+
     def shrink(grad: Tensor) -> Tensor:
         # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
-        # within the bound is multiplied by exactly 1.
+        # within the bound is multiplied by exactly 1. 1e-38 stands in for a norm of 0.
         norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
         scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
         shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)

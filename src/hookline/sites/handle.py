@@ -1,6 +1,12 @@
 """Define the handles that every attachment returns: they report what it did, and take it off.
 
-The verbs make a `HookHandle`; users call ``remove()`` and ``report()``.
+The verbs of this folder make a `HookHandle`, ``attached`` another one for each attachment that it lists; products with
+several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a `HandleSet`. Users call ``remove()`` and
+``report()``.
+
+All that a handle knows is in its `Attachment`, so two handles on one attachment are equal; a copied handle is one that
+is off. `SavedTensors` (``tensors``) is a subclass. Removing holds `LOCK`, and has to work twice, inside a hook, and
+while the interpreter ends.
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ _NO_HOOKS_REF = weakref.ref(_NO_HOOKS)
 class _Handle(RemovableHandle):
     """Base of both handles: a ``with`` block that removes."""
 
-    # What torch's own __init__ sets, which counts ids on by a change of its class, and so makes Python look everything
-    # up anew. It wants a dictionary to point at; ours are in tables.
+    # These stand in for torch's own __init__, which changes its class to count ids, so that Python drops its caches of
+    # attributes. torch's code wants a dictionary to point at: here an empty one.
     id = -1
     hooks_dict_ref = _NO_HOOKS_REF
     extra_dict_ref = ()
@@ -58,7 +64,7 @@ class HookHandle(_Handle):
     """
 
     _is_ending = staticmethod(sys.is_finalizing)
-    """Kept by the class: while the interpreter ends, the names of this module may be gone already."""
+    """An attribute of the class, since the names of this module may be gone while the interpreter ends."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.id = attachment.order
@@ -66,7 +72,7 @@ class HookHandle(_Handle):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the hook off; warn, unless ``quiet``, if it never fired although its model ran."""
-        if self._is_ending():  # a generator is thrown away in the middle of its ``with`` block: all goes anyway
+        if self._is_ending():  # Python closes a generator in the middle of its ``with`` block; all hooks go anyway
             return
         attachment = self._attachment
         with LOCK:

@@ -1,7 +1,13 @@
 """Keep one hook at one site: what was asked for, what it has done, and in which forward of its model it fires.
 
-``attach`` and the other verbs make an `Attachment` and one `HookAtSite` per place; the torch hooks call these. A
-`ForwardCounter` counts the forwards of the model that was attached to.
+``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
+``tensors``, ``optimizers`` and ``function_mode`` make a `HookAtSite` per place, and call it when torch calls them;
+``backward_call`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
+attached to. Handles and receipts read all of these.
+
+The hot paths of ``module_hooks``, ``backward_call`` and ``function_mode`` call ``entry.hook`` straight where an entry
+is ``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and
+``compiled.trace_hooks``, which calls editing hooks itself, has to know of it.
 """
 
 from __future__ import annotations
@@ -69,7 +75,8 @@ def close_context(number: int) -> None:
 class _ThreadForward(threading.local):
     """The forward that this thread is in; two threads on one model count apart."""
 
-    step = -1  # these are the class's: each that is set for an object takes as long as a call does
+    # Defaults of the class, since setting one for an object takes as long as a call does.
+    step = -1
     training: bool | None = None
     """The mode that the model was in when its forward began; None before one has."""
     gradients = True
@@ -77,8 +84,9 @@ class _ThreadForward(threading.local):
     by_part = False
     """Whether a call of a part began this step, because the model's own forward is not called."""
     order = -1
-    """When it began, as `next_order` counts."""
+    """When it began, by `next_order`."""
     _repeated: tuple[int, dict[Any, int]] = (-1, {})
+    """The backward pass that repeats parts of the forward (checkpointing), and its own counts."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, int] = {}
@@ -108,12 +116,12 @@ class ForwardCounter:
         self.hooked: set[Any] = set()
         """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
-        """Moves hooks on parameters to the ones that replaced them; there while there are such hooks."""
+        """``parameters._Leaves``, while there are hooks on parameters: moves them to what has replaced theirs."""
         self.stand_in: Callable[[], nn.Module | None] | None = None
         """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
         self._counter = itertools.count()
         self.here = _ThreadForward()
-        """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
+        """The forward of this thread; ``watch`` reads it here, since `moment` would count a call."""
 
     def serve(self, attachment: Attachment) -> None:
         """Count for an attachment, until `release_counters`."""
@@ -249,18 +257,23 @@ class Attachment:
     summary: Summary | None = None
     """For an observer that leaves a summary of its values in compiled code, instead of being called there."""
     reads: str = "ako"
-    """Which of arguments, keyword arguments and output the hook reads: a compiled call passes it no others."""
+    """Which of arguments ("a"), keyword arguments ("k") and output ("o") the hook reads: a compiled call passes it no
+    others. ``signature.what_it_reads`` writes the letters, ``compiled.trace_hooks`` reads them."""
     removed: bool = False
     on_remove: Callable[[Attachment], None] | None = None
     """Called when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were dropped."""
     turns: dict[str, tuple[int, int]] | None = None
-    """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
+    """For a hook of ``specs`` with a schedule, which is called at each firing and runs at some: how often it ran at
+    each site, and its last step. Receipts show these."""
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sort key among the hooks of one site and kind: group, everywhere first, then attachment or its reverse."""
+        """Sort key among the hooks of one site and kind: edits first, then process-wide hooks, then by age.
+
+        Among hooks with ``prepend`` the newest is first, and before those without.
+        """
         return self.order_group, not self.everywhere, -self.order if self.options.prepend else self.order
 
     def members(self) -> list[HookAtSite]:
@@ -301,7 +314,7 @@ class PerSiteHook(ABC):
 
 
 class HookContainer:
-    """Holds hooks at sites; one per place that torch can be made to call us from."""
+    """Holds hooks at sites; base of the objects that have torch call us, such as `ModuleHooks` and `LeafHook`."""
 
     __slots__ = ()
 
@@ -334,7 +347,7 @@ class HookAtSite:
         self.counter = counter
         self.step_at_attach = counter.step
         self.name = name
-        self.container = container  # a HookContainer; which, the type of site decides
+        self.container = container  # a `HookContainer`; each type of site has its own
         self.fired = 0
         self.last_step = -1
 
@@ -349,7 +362,7 @@ class HookAtSite:
         self.last_step = self.counter.step
 
     def site(self, module: Any) -> Site:
-        """Return the `Site` of this firing, for a hook that declares one."""
+        """Return the `Site` of this firing, for a hook that declares one. It counts a call: ask once per firing."""
         step, call = self.counter.moment(self)
         training, gradients = self.counter.mode()
         kind, again = self.attachment.kind, _torch.in_recomputation()

@@ -1,7 +1,13 @@
 """Define the kinds of hook, the types of site that carry each, and the options that each takes.
 
-The verbs parse their ``on=`` here; every other file of this folder uses `Kind`. A `SiteType` is what a hook is put on:
+The verbs, ``specs`` and ``patch`` parse their ``on=`` by `Kind.parse`; ``attach.new_attachment`` checks options by
+`KINDS_OF_OPTION`, and ``signature`` the arguments of a hook by `SiteType.args`. A `SiteType` is what a hook is put on:
 the same kind means the same moment on a module and on a function, with other arguments.
+
+The values are public: users write them, also in files of specs. Those of optimizers are parts of names of torch as
+well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here with its
+arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``. A new type of site is a `SiteType`, a
+file beside ``tensors``, and a ``Place`` of tests/helpers_sites.py.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>
@@ -76,12 +82,13 @@ class Kind(StrEnum):
     SAVED_TENSORS = "saved_tensors"
     """When autograd keeps a tensor for the backward pass, and when it takes it out again."""
 
-    __hash__ = str.__hash__  # that of enums is a call of Python, at each look into a dictionary of kinds
+    __hash__ = str.__hash__  # the hash of an enum is a Python call, at each look into a dictionary of kinds
 
     @classmethod
     def parse(cls, value: str | Kind, site_type: SiteType | None = None) -> Kind:
-        """Return the kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
-        otherwise.
+        """Return the kind with that name or alias; raise a `KindError` with suggestions if ``site_type`` has none such.
+
+        Without ``site_type``, a module is meant.
         """
         site_type = site_type or MODULE
         text = str(value) if isinstance(value, str) else repr(value)
@@ -100,7 +107,7 @@ class Kind(StrEnum):
 
     @property
     def is_gradient(self) -> bool:
-        """Return whether it is built on our own gradient observation."""
+        """Return whether ``sites.gradients`` fires it; not so ``full_backward``, which torch fires."""
         return self in GRADIENT_KINDS
 
     @property
@@ -213,8 +220,10 @@ NODE: Final = SiteType(
 )
 SAVED: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
 SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
+"""In the order in which an error looks for one that has a kind."""
 
 GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
+"""In this order: ``ModuleHooks`` passes their hooks on to ``set_gradient_hooks(pre, post)``."""
 CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}

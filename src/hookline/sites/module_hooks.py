@@ -1,12 +1,21 @@
 """Keep the hooks of one module, and what torch calls for them: slots in torch's own dictionaries.
 
-The verbs add entries to a `ModuleHooks` and take them off. For each end of a queue that has entries it puts one `Slot`
-into torch's dictionary, under an id that is the same on every module. A slot is never changed: a hook that comes or
-goes puts another in its place. So the order in the queue stays, and a firing that is under way, which goes by a
-snapshot that torch has taken, runs the hooks that were on when it began.
+``attach``, ``attach_everywhere`` and ``parameters`` add entries to a `ModuleHooks`, ``attach_function`` puts a `Scope`
+around its calls, and handles take them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds
+them by key. For each end of a queue that has entries, a `ModuleHooks` puts one `Slot` into torch's dictionary, under an
+id that is the same on every module.
 
-A module without hooks has no slots, and no `ModuleHooks`: only its slots refer to it, so that a hook which refers to
-its own model does not keep that alive.
+What must stay so:
+
+- A slot is never changed: a hook that comes or goes puts another in its place. So the order in the queue stays, and a
+  firing that is under way, which goes by a snapshot that torch has taken, runs the hooks that were on when it began.
+- Nothing that lives as long as the process refers strongly to a `ModuleHooks`. The slots on the module do, so a hook
+  that refers to its own model does not keep that alive. A module without hooks has neither.
+- Hooks come and go under `LOCK`; firing takes no lock.
+- The compiler traces ``__call__`` of the slots around a call, up to ``run_pre`` and ``run_post``: each attribute that
+  is read before these becomes a guard of the compiled code.
+
+A new kind of hook that torch keeps a dictionary for is a row of `_KIND_ROWS`.
 """
 
 from __future__ import annotations
@@ -46,7 +55,7 @@ if TYPE_CHECKING:
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, slots are replaced whole."""
 ON_SWEEP: Final[list[Callable[[], None]]] = []
-"""Called by `sweep`."""
+"""Called by `sweep`, when hooks come or go; ``function_mode`` adds the one that restores classes."""
 # Looking an enum member up by its class costs 0.2 µs.
 _FORWARD, _FORWARD_PRE = Kind.FORWARD, Kind.FORWARD_PRE
 _EDIT, _OBSERVE = OrderGroup.EDIT, OrderGroup.OBSERVE
@@ -67,7 +76,7 @@ class Slot:
     """torch asks its state_dict post-hooks for it."""
 
     slot: ClassVar[str] = ""
-    """Its name in compiled graphs."""
+    """Its name in the texts of compiled graphs, by which `_CALL_ROWS` finds it; without "|" in it."""
 
     def __init__(self, module_hooks: Any, entries: _Entries, plan: str = "", ticks: str = "") -> None:
         self.module_hooks = module_hooks
@@ -76,9 +85,10 @@ class Slot:
         """By which compiled code finds the hooks."""
         self.guard: CallGuard | None = module_hooks.guard
         self.made = next_order()
-        """When; hooks that were attached later are not in it."""
+        """When it was made; hooks that were attached later are not in it."""
         self.plan = plan
-        """What compiled calls have to know of the gradient hooks (`plan_of`); empty if there are none."""
+        """What compiled calls have to know of the gradient hooks (`plan_of`). Eager calls only ask whether it is empty:
+        then this slot has nothing to do for gradients."""
         self.ticks = ticks
         """Whether each call begins a forward of a model here: "t"."""
         self.steps, self.groups, self.recipe = _compiled_steps(entries, plan, ticks)
@@ -128,11 +138,12 @@ class LastPreSlot(Slot):
             module_hooks.keep_places()
         if not self.plan or not torch.is_grad_enabled():
             return None
-        # A gradient hook that a pre-hook of this call has put on begins with the next.
+        # If a pre-hook of this call has put on a gradient hook, there is another slot by now. That hook begins with the
+        # next call: this one counts as begun when this slot was made, before the hook came.
         is_current = module._forward_pre_hooks.get(LAST) is self
         order = module_hooks.entered = next_order() if is_current else self.made
         module_hooks.began = None
-        if not more:  # torch hands keyword arguments to the slot that is there now
+        if not more:  # this slot was replaced by one without keyword arguments: torch looks that up while it fires
             return None
         if module_hooks.observes_outputs:
             module_hooks.began = thread(), order, _torch.sequence_number()
@@ -147,7 +158,7 @@ class FirstForwardSlot(Slot):
     slot = "first_forward"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
-        given = output = more[-1]  # a default value for it would be two guards more
+        given = output = more[-1]  # as a parameter of its own, with a default value, it would be two guards more
         if is_dynamo_compiling():
             return run_post(self, module, args, _kwargs_in(more), output)
         guard = self.guard
@@ -178,7 +189,7 @@ class LastForwardSlot(Slot):
         if is_dynamo_compiling():
             return run_post(self, module, args, _kwargs_in(more), output)
         for entry in self.entries:
-            if entry.simple:  # the same
+            if entry.simple:  # run_one_post without the call, as above
                 entry.fired += 1
                 entry.last_step = entry.counter.step
                 entry.hook(module, args, output)
@@ -195,7 +206,10 @@ class LastForwardSlot(Slot):
     def _leave_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, *, is_alone: bool
     ) -> Any:
-        """Watch the gradients of the output; return another in its place, if one has to go on."""
+        """Watch the gradients of the output; return another output if that has to go on in its place.
+
+        `_torch.backward_hooks_of_call` looks three frames up for the call by torch: put no call in between.
+        """
         module_hooks = self.module_hooks
         module_hooks.calls_seen += 1
         if not torch.is_grad_enabled():
@@ -211,7 +225,7 @@ class LastForwardSlot(Slot):
             module_hooks.noted = None
         if state is None:
             call = GradientCall(module_hooks, module, next_order() if late else module_hooks.entered)
-            state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
+            state = call.enter(args, dict(kwargs))[1] if late else call.enter_afterwards(began, args, kwargs)
         watched = state.call.leave(output, state)
         if module_hooks.backward_pre and _torch.has_backward_hooks(module) and is_flat(output):
             backward_hooks = _torch.backward_hooks_of_call(3)
@@ -221,7 +235,7 @@ class LastForwardSlot(Slot):
 
 
 class FullBackwardSlot(Slot):
-    """torch's own full backward hook. It notes at the forward what it will call, so hooks may be off by then."""
+    """Full backward hooks. torch notes in the forward what it will call in the backward: hooks may be off by then."""
 
     __slots__ = ()
 
@@ -281,7 +295,7 @@ def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[s
 def _kwargs_in(more: tuple[Any, ...]) -> Any:
     """Return the keyword arguments before the output, if torch hands them to the slot.
 
-    It looks that up while it fires, so a slot that was replaced may be called without those it asked for.
+    torch looks up while it fires whether an id takes them, so a slot that was replaced meanwhile may be called without.
     """
     return more[0] if len(more) == 2 else {}
 
@@ -311,8 +325,10 @@ def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tu
 def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any, ...], tuple[_Entries, ...], str]:
     """Return how compiled code runs the hooks of a slot (``trace_hooks``): steps, groups and recipe.
 
-    A step is a hook that edits, one that gets a summary, or None for observers, whose group runs all together. The
-    recipe has all of it in one text, since each attribute that is read while tracing becomes a guard.
+    A step is a hook that edits, one that gets a summary, or None for a group of observers, which run all together. The
+    recipe has all of it in one text, since each attribute that is read while tracing becomes a guard: five fields with
+    "/" between them, letters of the steps first. ``trace_hooks.run_pre`` and ``run_post`` read it, and
+    ``ModuleHooks.slot_for`` its beginning: change all of them together.
     """
     steps: list[HookAtSite | None] = []
     groups: list[_Entries] = []
@@ -323,7 +339,7 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
             steps.append(entry)
             groups.append(())
             letters += "e" if attachment.summary is None else "s"
-            # Its number, since to ask the hook itself for it would be three guards, and one in Python.
+            # The number of the summary: asking the hook for it while tracing would be three guards, one run in Python.
             numbers.append("" if attachment.summary is None else str(keep_maker(attachment.summary)))
             continue
         reads += attachment.reads
@@ -338,7 +354,7 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
     return tuple(steps), tuple(groups), recipe
 
 
-# A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
+# Keys are tensors: a number would be a constant of the graph, and twelve equal blocks would need twelve graphs.
 _NUMBERS: Final = itertools.count()
 _CPU: Final = torch.device("cpu")
 _BY_KEY: Final[weakref.WeakValueDictionary[int, ModuleHooks]] = weakref.WeakValueDictionary()
@@ -356,9 +372,10 @@ _NO_CONTEXT: Final = nullcontext()
 
 
 class HookChanges:
-    """How often hooks have come to modules or gone, in this process: what was worked out for them holds until then."""
+    """How often hooks have come to modules or gone, in this process."""
 
     count = 0
+    """``op_runtime._Receivers`` keeps what it has worked out until this is another."""
 
 
 def hooks_with_key(key: torch.Tensor) -> ModuleHooks | None:
@@ -374,7 +391,7 @@ LAST: Final = -2
 
 
 class Row(NamedTuple):
-    """What there is one slot of at most for each module."""
+    """One place for a slot: at most one on each module."""
 
     make: type[Slot]
     hooks: str
@@ -400,7 +417,8 @@ LAST_PRE: Final = Row(LastPreSlot, "_forward_pre_hooks", LAST)
 FIRST_FORWARD: Final = Row(FirstForwardSlot, "_forward_hooks", FIRST)
 LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
-"""The slots around a call, by their names in compiled graphs."""
+"""The slots around a call, by their names in compiled graphs; the one that most hooks use is first, since
+`existing_hooks` looks in this order."""
 _ANCHOR: Final = Row(Slot, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
@@ -544,9 +562,10 @@ class ModuleHooks(GradientHooks):
     replaced: Slot | None = None
     """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
     noted: CallState | None = None
-    """What was noted of the call that has shown the module to hooks on every module, which torch does not hand on."""
+    """Set by ``attach_everywhere`` in the first call of a module: it runs the slots before the call itself, so torch
+    does not hand the state on."""
     covered = -1
-    """Up to which generation of process-wide hooks the module has them all."""
+    """Set by ``attach_everywhere``: up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sit_on(module)
@@ -576,7 +595,7 @@ class ModuleHooks(GradientHooks):
 
     @functools.cached_property
     def receivers(self) -> dict[Any, Any]:
-        """What takes the summaries of compiled graphs whose first key is that of this module, by their text."""
+        """A cache of ``op_runtime``: what takes the summaries of the graphs whose first key is that of this module."""
         return {}
 
     def begin_forward(self, gradients: bool | None = None) -> None:
@@ -589,7 +608,10 @@ class ModuleHooks(GradientHooks):
                 counter.begin_by_part()
 
     def slot_for(self, name: str, steps: str) -> Slot | None:
-        """Return the slot of that name with those steps in compiled code: the current one, or the one before it."""
+        """Return the slot of that name with those steps: the current one, or the one before it; None if neither has.
+
+        ``op_runtime`` asks with the text that the graph was compiled with: ``steps`` are its letters and a "/".
+        """
         module = self.module()
         slot = None if module is None else _CALL_ROWS[name].slot_on(module)
         for found in (slot, self.replaced):
@@ -643,7 +665,7 @@ class ModuleHooks(GradientHooks):
                     _keep_places(hooks)
 
     def _sync(self, kind: Kind) -> None:
-        """Put the slots there that the hooks need, after one of ``kind`` has come or gone."""
+        """Put in place the slots that the hooks need, after a hook of ``kind`` has come or gone."""
         HookChanges.count += 1
         module = self.module()
         if module is None:
@@ -667,6 +689,7 @@ class ModuleHooks(GradientHooks):
             self.plan = plan_of(self)
         self._sync_guard(module, post)
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
+        # ``early`` is the plan of the slot before the call, which has nothing to do if the call begins late.
         plan, early = self.plan, "" if self.begins_late else self.plan
         first, last = _split(pre)
         self._put(module, FIRST_PRE, first, ticks="t" if counts else "")
@@ -815,7 +838,7 @@ def sweep() -> None:
 
 def _forget(hooks_ref: weakref.ref[ModuleHooks], _: Any, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
     """Drop the hooks of a module that is gone; do nothing while the interpreter ends, which takes modules apart."""
-    # It comes as a default because at the end of the process the names may be gone already.
+    # ``is_ending`` is a default value because at the end of the process the names of this file may be gone already.
     hooks = None if is_ending() else hooks_ref()
     for entry in hooks.entries() if hooks is not None else ():
         entry.attachment.drop_entry(entry)
@@ -826,7 +849,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     if not chosen:
         return
     counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
-    counter.users[attachment] = attachment.counters[counter] = None  # `serve`, without the call
+    counter.users[attachment] = attachment.counters[counter] = None  # as `ForwardCounter.serve` does, without the call
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
         entry = HookAtSite(attachment, name, module_hooks, counter)

@@ -1,11 +1,14 @@
-"""Attach hooks to an optimizer: around its step, and on saving and loading its state.
+"""Attach hooks to an optimizer: around its step, and on saving and loading its state; look through its wrappers.
 
-Users call `attach_optimizer`; ``attach_everywhere`` puts a hook on every optimizer. Torch's own dictionaries, of an
-optimizer or of the process, have one `_TorchHook` of ours of each kind, which runs our hooks in our order.
+Users, ``watch``, its alarm and ``first_bad`` call `attach_optimizer`; ``attach_everywhere`` puts a hook on every
+optimizer. Torch's own dictionaries, of an optimizer or of the process, have one `_TorchHook` of each kind, which runs
+our hooks in our order. The names of those dictionaries and of torch's verbs are made of the values of `Kind`
+(``_torch.optimizer_hooks``).
 
 Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
 are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
-``attached``, the loops) finds the one whose steps are the steps by `unwrap_optimizer`.
+``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`. A new
+wrapper is a name in `_INNER`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 _INNER: Final = ("optimizer", "_optimizer", "optim", "_optim", "base_optimizer", "inner_optimizer", "wrapped_optimizer")
 """Attributes that wrappers keep the inner optimizer in; the first that holds one is taken."""
 _DEEPEST: Final = 8
-"""More wrappers than that around one optimizer are a ring."""
+"""More wrappers than that around one optimizer can only be a ring: then none is taken off."""
 _STEP_KINDS: Final = (Kind.STEP_PRE, Kind.STEP_POST)
 _STATES_TO_REPLACE: Final = (Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE)
 """The kinds whose hooks may return another state dict."""
@@ -133,6 +136,7 @@ class _OptimizerHooks(HookContainer):
             return None
         if kind is Kind.STEP_PRE:
             self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
+        # Kinds that could not be registered, since torch was walking their hooks, are registered now.
         if self is not _EVERYWHERE and len(self._handles) < len(OPTIMIZER.args):
             self._register(optimizer, kind)
         values = given
@@ -281,7 +285,7 @@ def takes_hooks(optimizer: Any) -> bool:
 
 
 def _inside(wrapper: Any) -> Any:
-    """Return what `wrapper` keeps and hands its steps to; None of an optimizer that makes its steps itself."""
+    """Return the optimizer that `wrapper` hands its steps to; None if `wrapper` makes its steps itself."""
     own = getattr(wrapper, "__dict__", None)
     # A learning-rate scheduler keeps an optimizer too, and an engine of DeepSpeed is a module: both are no optimizer.
     is_optimizer = all(callable(getattr(wrapper, name, None)) for name in ("step", "zero_grad"))

@@ -1,7 +1,8 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach`` and ``attach_tensor`` call this. torch takes any number of post-accumulate hooks on a leaf; ours is one
-`LeafHook`, which keeps our order and is found again by ``attached``.
+``attach``, ``specs`` and ``gradient_limits`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
+``watch`` and ``trace`` only select. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`,
+which keeps our order and is found again by ``attached`` and ``debug.diagnose``.
 
 Python's garbage collector cannot see what a leaf's hooks refer to: with torch's own, a hook that refers to its
 parameter or its model keeps them for good. So a `LeafHook` refers to the hooks weakly, and the module that owns the
@@ -90,7 +91,10 @@ class _HookAtLeaf(HookAtSite):
         return shard is not None and self.is_on(_torch.sharded_parameter(shard))
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
-        """Return what is at the hook's name by now; None if nothing is."""
+        """Return the parameter that has the hook's name now; None if none has.
+
+        ``shards`` are what FSDP2 knows of its parameters, by module and key.
+        """
         for owner, key in self.places:
             module = owner()
             leaf = None if module is None else module._parameters.get(key)
@@ -117,7 +121,10 @@ def _no_shard() -> None:
 
 
 class LeafHook(HookContainer):
-    """Called by torch when a leaf has its gradient; runs the hooks of ours on that leaf."""
+    """Called by torch when a leaf has its gradient; runs the hooks of ours on that leaf.
+
+    It keeps strongly only hooks without an owner (``_kept``); see the head of this file.
+    """
 
     __slots__ = ("__weakref__", "_handle", "_kept", "_refs", "hooks_of_leaf")
 
@@ -196,14 +203,16 @@ class _Leaves(dict[_HookAtLeaf, None]):
 
 
 def _is_trained(leaf: Tensor) -> bool:
-    """Return whether a hook can follow to it. One that takes no gradient may take one later, FSDP's views are gone
+    """Return whether a hook can move to that leaf now.
+
+    Not to one that takes no gradient: if it takes one later, the hook moves then. Nor to FSDP's views, which are gone
     soon.
     """
     return isinstance(leaf, nn.Parameter) and leaf.is_leaf and leaf.requires_grad and not is_lazy(leaf)
 
 
 def hook_leaf(attachment: Attachment, name: str, leaf: Tensor, counter: ForwardCounter, owners: _Owners = ()) -> None:
-    """Put an attachment on one leaf, for as long as one of its owners lives, or the leaf if it has none; under LOCK."""
+    """Put an attachment on one leaf, while one of its owners lives, or, without owners, the leaf; under LOCK."""
     # TorchScript modules keep no hooks.
     able = [(module, key) for module, key in owners if not isinstance(module, torch.jit.ScriptModule)]
     entry = _HookAtLeaf(attachment, name, leaf, counter, able)

@@ -1,6 +1,11 @@
 """Report what became of an attachment: matched, attached, fired how often, last when; and why a hook never fired.
 
-``handle.report()`` and ``handle.remove()`` call this; it reads the entries of an `Attachment`.
+A `HookHandle` calls `receipt_of` for ``report()``, and `warn_if_never_fired` for ``remove()``. Others ask why a module
+is silent: ``capture`` and ``engines.live_hooks`` by `likely_cause`, ``debug.diagnose`` and ``engines.request_results``
+by `cause_around`. All of it is read from the entries of an `Attachment`; nothing here changes them.
+
+A cause is a guess for the user: a new one is a sentence in `cause_around` if modules alone tell it, so that all callers
+have it, else in `likely_cause`.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 NOT_CALLED: Final = -2
-"""Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
+"""Set by ``attach_function`` as the step at which a hook was attached, if its functions may have been called outside of
+any forward: below -1, which is the step before the first forward, so that the hook counts as one that could fire."""
 
 _MAX_SITES: Final = 60
 """How many sites a receipt shows."""
@@ -126,7 +132,8 @@ def receipt_of(attachment: Attachment) -> Receipt:
     entries = attachment.members()
     sites = tuple(map(_site_receipt, entries))
     steps = [site.last_step for site in sites if site.last_step is not None]
-    fired = sum(site.fired for site in sites) + attachment.retired  # now: a module may be collected at any time
+    # Summed at once: a module may be collected at any time, and its firings are in ``retired`` then.
+    fired = sum(site.fired for site in sites) + attachment.retired
     return Receipt(
         name=attachment.name,
         kind=attachment.kind.value,
@@ -170,7 +177,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
 
 
 def _silent(attachment: Attachment) -> list[HookAtSite]:
-    """Return the entries that had a chance to fire and did not."""
+    """Return the entries that could have fired, since a forward has begun, and did not."""
     kind = attachment.kind
     if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
         return []  # it is not known when these are due
@@ -179,7 +186,7 @@ def _silent(attachment: Attachment) -> list[HookAtSite]:
     if len(silent) == len(entries):
         return silent
     if attachment.site_type is FUNCTION or attachment.everywhere:
-        return []  # of all the functions that a glob matches, a model uses a few; of all modules, nobody means each
+        return []  # a model uses a few of the functions or modules that match, and nobody expects all of them to fire
     # In a glob over everything, containers come along, which are not meant.
     return [entry for entry in silent if not isinstance(entry.container.module(), _CONTAINERS)]
 

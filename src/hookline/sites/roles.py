@@ -1,8 +1,13 @@
 """Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, norm, head, router.
 
-``targets`` calls `modules_in_role` for a target such as ``"role:resid"``; users call `find_roles` for all of them. No
-table of model families is used: the answer comes from which lists, matrices and shapes a model has, and from the few
-words that all libraries share (``attn``, ``mlp``, ``expert``).
+``targets`` calls `modules_in_role` for a target such as ``"role:resid"``; users, ``debug.parity`` and ``observe.index``
+call `find_roles` for all of them; the verbs and products with ``role=`` and ``layer=`` make a target of these by
+`with_role`. No table of model families is used: the answer comes from which lists, matrices and shapes a model has, and
+from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
+
+For a model with other words, add these to one of the regular expressions below. The names of roles are public, and
+``observe.index`` and ``debug.parity`` ask for some of them: rename none. A place inside of attention is called
+``module:role`` (``"layers.3.self_attn:q"``); ``targets`` takes that apart again, by the roles in `PARTS`.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "unembed", "route
 experts. Tensors inside of attention have the roles of `PARTS`."""
 IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
 """Roles that each block may have, and so a number."""
+# What `role_target` writes: "role:mlp", "role:mlp.3", "role:mlp.0:4".
 _TARGET: Final = re.compile(r"role:(?P<role>[^.]*)(\.(?P<first>-?\d+)|\.(?P<start>-?\d*):(?P<stop>-?\d*))?")
 Named: TypeAlias = tuple[str, nn.Module]
 Layers: TypeAlias = int | slice | Sequence[int] | None
@@ -51,7 +57,7 @@ _ADAPTED: Final = ("base_layer", "original_module")
 
 
 def with_role(target: Any, role: str | None, unset: Any = None, *, layer: Layers = None) -> Any:
-    """Return ``target``, or, if there is a ``role``, what means that, in the blocks ``layer``; raise if there are both.
+    """Return ``target``, or, if there is a ``role``, the target that means it in the blocks ``layer``; raise for both.
 
     ``unset`` is the value of a target that was not given.
 
@@ -142,15 +148,17 @@ def modules_in_role(model: nn.Module, target: str) -> list[Named]:
 
 
 def _in_blocks(members: list[Named], blocks: list[str], layers: int | slice) -> list[Named]:
-    """Return the members in some of the blocks."""
+    """Return the members that are, or are in, some of the blocks."""
     try:
         chosen = blocks[layers] if isinstance(layers, slice) else [blocks[layers]]
     except IndexError:
         raise NoMatchError(f"There is no block {layers}: this model has {len(blocks)}, from 0 on.") from None
+    # The dot lets a block count as in itself.
     return [(name, module) for name, module in members if any(_is_below(f"{name}.", each) for each in chosen)]
 
 
 def _roles(model: nn.Module) -> dict[str, list[Named]]:
+    """Return the modules in each role; none in any, where no blocks are found."""
     tree = _Tree(model)
     stacks = _stacks(tree)
     blocks = [block for stack in stacks for block in tree.blocks(stack)]
@@ -255,6 +263,7 @@ class _Tree:
 
 
 def _and_above(name: str) -> Iterator[str]:
+    """Yield a name and the names of all modules above it, the model's own (empty) last."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -268,7 +277,7 @@ def _core(module: nn.Module) -> nn.Module:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Return whether that is an adapter in the place of one layer; not, if in that of a part with layers in it."""
+    """Return whether a module is an adapter around one layer; False for one around a part that has layers in it."""
     core = _core(module)
     return core is not module and (_has_matrix(core) or not core._modules)
 
@@ -279,7 +288,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _made(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module itself; without those of a lazy one, which have no shape yet."""
+    """Return the own parameters of a module, without those that are lazy and have no shape yet."""
     own: dict[str, Tensor | None] = dict(module._parameters)
     return {name: each for name, each in own.items() if each is not None and not is_lazy(each)}
 
@@ -327,12 +336,13 @@ def _is_attention(tree: _Tree, name: str) -> bool:
 
 
 def _mixes_tokens(tree: _Tree, name: str) -> bool:
+    """Return whether a module carries information from token to token: attention, or what stands in its place."""
     is_called_so = _ATTENTION.search(tree.words(name)) or _OTHER_MIXER.search(tree.key(name))
     return (bool(is_called_so) and not _MLP.search(tree.key(name))) or _is_attention(tree, name)
 
 
 def _mlp(tree: _Tree, block: str, holders: list[str]) -> str:
-    """Return the module that has all matrices of the MLP in it; where there is none, the last of them.
+    """Return the module inside the block that has all of ``holders``, the matrices of the MLP; else the last of these.
 
     OPT has ``fc1`` and ``fc2`` in the block itself, BERT ``intermediate.dense`` and ``output.dense``: the output of the
     last is what is added to the residual stream.
@@ -373,6 +383,7 @@ def _expert_count(tree: _Tree, name: str) -> int:
 
 
 def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
+    """Return whether a module outside of the experts has a matrix with ``count`` rows, one for each expert."""
     weight = _weight(tree, name)
     is_outside = name != experts and not _is_below(name, experts)
     return is_outside and weight is not None and weight.dim() == 2 and len(weight) == count
@@ -415,7 +426,7 @@ def _final_norm(tree: _Tree, stack: str, heads: list[str]) -> str | None:
 
 
 def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
-    """Return what returns the logits: the last matrix with a row for each token, or for each label.
+    """Return the module that gives out the logits: the last with a row for each token in its matrix, or for each label.
 
     In vLLM and SGLang nobody calls the matrix: a ``LogitsProcessor`` does the product, and is called.
     """
@@ -435,4 +446,5 @@ def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
 
 
 def _weight(tree: _Tree, name: str) -> Tensor | None:
+    """Return the ``weight`` of a module, or of the layer inside its adapter; None if it has none."""
     return _made(_core(tree.modules[name])).get("weight")

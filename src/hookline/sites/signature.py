@@ -1,6 +1,12 @@
 """Check a hook when it is attached, so that a misfit never surfaces in the middle of a run.
 
-``attach`` calls these with the hook and its kind; they read its signature and its bytecode.
+``attach.new_attachment`` calls `examine_hook` for every verb; ``specs``, ``engines.live_hooks``, ``tensors`` and
+``runs.build`` call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their
+own hooks down as constants.
+
+Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next, so
+where it cannot tell, the answer has to be the safe one: the hook may return a value, changes tensors in place, and
+reads all. The letters of `HookTraits.reads` are read by ``compiled.trace_hooks``: change both together.
 """
 
 from __future__ import annotations
@@ -26,8 +32,11 @@ class HookTraits(NamedTuple):
     """What the signature and the bytecode of a hook tell."""
 
     wants_site: bool
+    """Whether it declares a keyword-only ``site``."""
     may_edit: bool
+    """Whether a call may return anything but None."""
     reads: str
+    """Which of its arguments it reads, in the letters of `what_it_reads`."""
     in_place: bool = False
     """Whether it calls a method that changes a tensor in place."""
 
@@ -69,7 +78,7 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
 
 
 def check_observe(hook: Any, observe: bool) -> None:
-    """Raise if ``observe`` would leave nothing of a hook: one that is there to edit says so by ``is_edit``."""
+    """Raise for ``observe`` with a hook that has ``is_edit`` (those of ``factories``): it would then do nothing."""
     if observe and getattr(hook, "is_edit", False):
         raise OptionError(
             f"{getattr(hook, '__name__', None) or hook_name(hook)} edits values, and observe=True ignores what a hook "
@@ -103,18 +112,17 @@ def may_return_value(hook: Hook) -> bool:
 
 
 def changes_in_place(hook: Any) -> bool:
-    """Return whether the hook's own code calls a method that changes a tensor in place (``mul_``), as far as it
-    tells.
+    """Return whether the hook's own code calls a method that changes a tensor in place (``mul_``); True if there is no
+    code to read.
     """
     code = _code_of(hook)
     return code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
 
 
 def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
-    """Return which of arguments ("a"), keyword arguments ("k") and output ("o") a forward hook looks at, as far as it
-    tells.
+    """Return which of arguments ("a"), keyword arguments ("k") and output ("o") a forward hook may look at.
 
-    What it does not look at, a compiled call need not keep for it.
+    A compiled call keeps nothing else for it.
     """
     letters = "ako" if with_kwargs else "ao"
     code = _code_of(hook)
@@ -125,11 +133,13 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
     first = 0 if isinstance(hook, FunctionType) else 1  # of a method, self
     names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
     loaded = {step.argval for step in _instructions(code) if "LOAD_FAST" in step.opname}
+    # One instruction may load two names.
     loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
-    used = loaded | set(code.co_cellvars)
+    used = loaded | set(code.co_cellvars)  # which functions inside it use
     return "".join(letter for letter, name in zip(letters, names, strict=False) if name in used)
 
 
+# Names by which a hook can look at all of its arguments.
 _SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentframe"})
 
 
@@ -153,9 +163,7 @@ def _code_of(hook: Any) -> CodeType | None:
 
 @functools.lru_cache(maxsize=256)
 def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """Return what a function does, step by step; looked at twice for a hook, and again whenever it is attached (50
-    µs).
-    """
+    """Return the instructions of a function. Kept, since it takes 50 µs, and each attaching of a hook asks twice."""
     return tuple(dis.get_instructions(code))
 
 
@@ -169,7 +177,8 @@ tensor has one of these names."""
 def _called_last(steps: tuple[dis.Instruction, ...]) -> str | None:
     """Return the name of the function whose value a lambda returns; None if it is no plain call.
 
-    What is called is what the stack holds under the arguments: the last that was put in its second place.
+    A function is pushed together with a second value (its ``self``, or nothing), and its arguments above these. So the
+    name of the function is the last one that was pushed when the stack became two high.
     """
     name, depth = None, 0
     for step in steps:

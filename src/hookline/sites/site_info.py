@@ -1,6 +1,11 @@
-"""Define `Site` and `OptimizerSite`: the place of a hook, and, while it fires, the moment.
+"""Define `Site`, `OptimizerSite` and `FunctionSite`: the place of a hook, and, while it fires, the moment.
 
-Hooks that declare ``*, site`` get one at each firing; ``find`` lists them.
+Users get them: hooks that declare ``*, site`` one at each firing, function hooks a `FunctionSite` as their first
+argument; ``find`` lists sites. They are made by `HookAtSite.site`, ``gradients.backward_call``, ``parameters``,
+``tensors``, ``optimizers``, ``functions.function_mode`` and, while the compiler traces, ``compiled.trace_hooks``.
+
+Most makers give the fields of `Site` by position: a new field comes last, with a default. `Site` has to stay a plain
+dataclass that is cheap to make and that the compiler can trace.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from hookline.sites.kinds import Kind
 
 
-@dataclass(slots=True, unsafe_hash=True)  # frozen, one takes 1.9 µs to make instead of 0.4, at every firing
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes 1.9 µs to make instead of 0.4, at every firing
 class Site:
     """A place where a hook sits, and the moment at which it fires.
 
@@ -85,8 +90,8 @@ class OptimizerSite:
     found_inf: Tensor | None = None
     """Above 0 if this step leaves the parameters alone, because a ``GradScaler`` found infinite gradients.
 
-    There only for optimizers that a scaler lets decide by themselves (``fused=True``): their step is called either
-    way. Others are not called, and no hook fires. It is on the device; reading its value waits for it.
+    None for most optimizers: a scaler does not call their step then, and no hook fires. Only those with ``fused=True``
+    are called either way, and get this tensor. It is on the device; reading its value waits for it.
     """
 
 
@@ -127,18 +132,18 @@ class FunctionSite:
         self.recompute = self.in_backward and _torch.in_recomputation()
         """Whether the call only repeats an earlier one for activation checkpointing."""
         self.args = args
-        """The positional arguments as given; for forward hooks, and gone after them."""
+        """The positional arguments as given, for forward hooks; empty after these."""
         self.kwargs = kwargs
         """The keyword arguments, likewise."""
         self._model = list(_torch.running())[-1] if model is None and self.owner is not None else model
         self._others = {counter: FunctionSite(name, func, args, kwargs, (counter,)) for counter in others}
 
     def seen_from(self, counter: ForwardCounter) -> FunctionSite:
-        """Return the same call as it is named and counted for the hooks of ``counter``."""
+        """Return this call as the hooks of ``counter`` see it: the same function, with their step and call."""
         return self._others.get(counter, self)
 
     def let_go(self) -> None:
-        """Drop the arguments, since the forward hooks have run: the graph may hold this, which must not hold it."""
+        """Drop the arguments, since the forward hooks have run: the graph may hold this, and they hold the graph."""
         for each in (self, *self._others.values()):
             each.args, each.kwargs = (), {}
 

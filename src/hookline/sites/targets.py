@@ -1,7 +1,12 @@
 """Select the modules of a model that a target means.
 
-``attach``, ``find`` and the products above call `select` with any `Target` (glob, regular expression, role, type,
-predicate, module, list of these, None).
+``attach``, ``find``, ``parameters`` and all products with a ``target=`` (``capture``, ``watch``, ``patch``, ``specs``,
+``trace``, ``serve``, engines, factories, …) call `select`, or `choose`, with any `Target`: glob, regular expression,
+role, type, predicate, module, a list of these, None. ``functions.function_names`` and ``debug.compare`` take
+`name_matcher` for globs over other names.
+
+A new form of target needs a branch in `_matching`, in `describe`, in `_no_match`, and in ``hook_types.Target``. Names
+come out without wrappers (``wrappers``); users keep them in specs, caches and traces.
 
     >>> from torch import nn
     >>> [name for name, _ in select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "#")]
@@ -33,8 +38,8 @@ if TYPE_CHECKING:
 Named: TypeAlias = tuple[str, nn.Module]
 _Found = TypeVar("_Found")
 
-# "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
-# while fnmatch turns the rest of a glob into a regular expression.
+# "#" alone between dots is one numeric part of a name. This character, which no name has, stands for it while fnmatch
+# turns the rest of a glob into a regular expression.
 _NUMBER = "\ue000"
 _NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 
@@ -76,7 +81,9 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
 
 
 def _by_name(model: nn.Module, name: str) -> Named | None:
-    """Return the module of a plain name, without a look at all the others; None if there is a wrapper on the way."""
+    """Return the module with exactly that name, without a look at all others; None if there is none, or a wrapper is on
+    the way: then the slow way of `select` decides, which has to agree.
+    """
     module: nn.Module | None = model
     for part in [*name.split("."), None]:
         children = getattr(module, "_modules", None)
@@ -113,12 +120,12 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
 
 
 def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
-    """Return the modules that hooks can be put on; if nothing matches, see `found_by`."""
+    """Return the modules that a target means and hooks can be put on; if nothing matches, do as `found_by` does."""
     return found_by(lambda: without_scripted(select(model, target, exclude=exclude), target), strict=strict)
 
 
 def found_by(search: Callable[[], list[_Found]], *, strict: bool) -> list[_Found]:
-    """Return what a search finds; where nothing matches, an error, or, not ``strict``, a warning and nothing."""
+    """Return what a search finds; if that raises `NoMatchError`, warn and return nothing, unless ``strict``."""
     try:
         return search()
     except NoMatchError as error:
@@ -197,9 +204,10 @@ def _matching(model: nn.Module, everything: list[Named], item: Any) -> list[Name
 
 
 def clean_pattern(model: nn.Module, pattern: str | re.Pattern[str], names: Iterable[str]) -> str | re.Pattern[str]:
-    """Return a pattern without the keys of wrappers of the model (``_orig_mod.``), as far as it fits no name with them.
+    """Return a pattern without keys of wrappers of the model (``_orig_mod.``), as far as it needs that to match a name.
 
-    The first comes off first: a module of the user's may be called like one.
+    Keys are taken out one by one, the first one first, only until the pattern matches one of ``names``: a module of the
+    user's may be called like a key.
     """
     keys = "|".join({inner for *_, inner in walk(model) if inner is not None})
     text = pattern if isinstance(pattern, str) else pattern.pattern
@@ -212,7 +220,7 @@ def clean_pattern(model: nn.Module, pattern: str | re.Pattern[str], names: Itera
 
 
 def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
-    """Return a glob, or a regular expression that has to match whole, as a test of names."""
+    """Return a test of names: for a glob, or for a regular expression, which has to match the whole name."""
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch
     return pattern.__eq__ if _GLOB.isdisjoint(pattern) else _compile_glob(pattern)

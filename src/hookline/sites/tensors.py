@@ -1,11 +1,16 @@
 """Attach hooks to gradients of tensors, to nodes of the autograd graph and to what it keeps for the backward.
 
-Users call `attach_tensor`, `attach_node` and `saved_tensors`. Each is torch's own verb (``register_hook``,
-``register_multi_grad_hook``, ``register_prehook``, ``saved_tensors_hooks``), given a `_GraphHook` that counts, checks
-and tells the site; leaves that accumulate go to ``parameters``.
+Users call `attach_tensor`, `attach_node` and `saved_tensors`; ``watch``, ``metta`` and ``sglang`` call `attach_tensor`
+too. Each is torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``,
+``saved_tensors_hooks``), given a `_GraphHook` that counts, checks and tells the site; ``param_grad`` hooks on leaves go
+to ``parameters``.
 
 What torch is given belongs to the graph, and goes with it. It refers to the attachment, the attachment to its entry,
-and the entry to torch's handle alone: no ring, so that everything is freed exactly when torch alone would free it.
+and the entry to torch's handle and, weakly, back. There must be no ring of strong references: everything is to be freed
+exactly when torch alone would free it.
+
+In code that is being compiled, `attach_tensor` on one tensor returns torch's own handle. The compiler traces it up to
+there, so it may do only what can be traced.
 """
 
 from __future__ import annotations
@@ -115,7 +120,7 @@ def _attach(
 
 
 _attach_between_graphs: Final = _torch.untraced(_attach)
-"""For what no graph can carry: the compiler ends one graph before it and begins another after it."""
+"""For what no graph can carry: the compiler ends one graph before this call, and begins another after it."""
 
 
 def _watching(hook: Hook) -> Hook:
@@ -135,7 +140,7 @@ def _register_together(tensors: list[Tensor], mode: Any, hook: _GraphHook) -> Re
 
 
 def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
-    """Attach to all of the leaves, each once, or, if one of them is none, to none."""
+    """Attach to all of the leaves, each once; raise, and attach to none, if one of them is a computed tensor."""
     computed = next((tensor for tensor in leaves if not tensor.is_leaf), None)
     if computed is not None:
         raise UnhookableError(
@@ -273,7 +278,7 @@ class _HookInGraph(HookAtSite):
 
     @property
     def attachment(self) -> Attachment:
-        """The attachment; whoever asks comes from there, so it is alive."""
+        """The attachment, by a weak reference: all that asks for it is kept by the attachment, so it is there."""
         return cast(Attachment, self._attachment())
 
     @attachment.setter
@@ -297,7 +302,7 @@ class _GraphHook:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
-        self.entry: _HookInGraph = cast(_HookInGraph, None)
+        self.entry: _HookInGraph = cast(_HookInGraph, None)  # `_hook_graph` sets it, once torch has given a handle
 
     @property
     def edits(self) -> bool:

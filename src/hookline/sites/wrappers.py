@@ -1,9 +1,13 @@
 """Look through modules that only wrap another one, and name modules as if nothing were wrapped.
 
-``targets`` and all products that name modules call this. ``torch.compile``,
-DDP, FSDP, DataParallel, activation checkpointing, weight averaging and PEFT each keep the module they wrap as a child
-of theirs, whose key then sits in every name below. A wrapper is known by the type of the parent: a user's own
-attribute called ``module`` is an attribute like any other.
+``targets`` and everything that names modules call `walk` or `clean_modules`; ``module_hooks``, ``training``, ``watch``
+and others call `unwrap` for the model to count or save. ``torch.compile``, DDP, FSDP, DataParallel, activation
+checkpointing, weight averaging and PEFT each keep the module they wrap as a child of theirs, whose key then sits in
+every name below. A wrapper is known by the type of the parent: a user's own attribute called ``module`` is an attribute
+like any other.
+
+A new wrapper is a row of `_INNER`. The names without wrappers are those that users write and files keep, so a model has
+to have the same names however it is wrapped.
 
     >>> [(name, type(module).__name__) for name, module, *_ in walk(nn.DataParallel(nn.Sequential(nn.ReLU())))]
     [('', 'DataParallel'), ('', 'Sequential'), ('0', 'ReLU')]
@@ -34,6 +38,7 @@ _INNER: Final = {
 WRAPPER_KEYS: Final = frozenset(_INNER.values())
 """A module without a child of such a name is no wrapper: most are recognised by that alone, for 0.1 µs."""
 _TUNED: Final = ("model", "lora_model")
+"""The keys of PEFT's tuners, which may call the ``forward`` of what they wrap."""
 
 
 def inner_key(module: nn.Module) -> str | None:
@@ -45,7 +50,7 @@ def inner_key(module: nn.Module) -> str | None:
 
 
 def is_wrapper_type(cls: Any) -> bool:
-    """Return whether that is the type of a wrapper, or derived from one."""
+    """Return whether ``cls`` is the type of a wrapper, or derived from one."""
     return isinstance(cls, type) and _key_of_type(cls) is not None
 
 
@@ -60,8 +65,8 @@ def _key_of_type(cls: type) -> str | None:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside all wrappers; the module itself if it is none.
 
-    A tuner of PEFT may call ``self.model.forward(...)`` (AdaLoRA does; in older versions all did). Then it is the last
-    whose call a hook can see, and stands for the model, unless the PEFT model goes past it to the model itself.
+    A tuner of PEFT may call ``self.model.forward(...)`` (AdaLoRA does; in older versions all did): hooks on that model
+    do not see such a call. Then the tuner is returned in its place, unless the PEFT model around it calls the model.
     """
     key, called = inner_key(module), True
     while key is not None:
@@ -76,6 +81,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the attributes and globals that the code of a module's ``forward`` names."""
     code = getattr(type(module).forward, "__code__", None)
     names: tuple[str, ...] = () if code is None else code.co_names
     return names

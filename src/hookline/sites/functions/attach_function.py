@@ -1,7 +1,11 @@
 """Attach a hook to functions: of torch, of the dispatcher, of the user's own.
 
-Users call `attach_function`. It adds one entry for each function to the scope of a model, or of this thread
-(``function_mode``), and returns a `HookHandle`.
+Users and ``debug.precision`` call `attach_function`; ``specs.apply_specs``, which makes its own `Attachment`, calls
+`attach_to_functions`. Each function gets one entry in a `Scope` (``function_mode``): of a model, of this thread, or of
+the process, for classes. ``function_names`` says which functions a target means.
+
+Whoever changes the entries of a scope holds `LOCK`, and calls `publish` after it: threads read their tables without a
+lock, and make them anew only then.
 """
 
 from __future__ import annotations
@@ -104,7 +108,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
-        # Of those that are bound to no model, classes count in all threads, the others in this one.
+        # Without a model, hooks on classes count in all threads, hooks on other functions in this thread.
         scope = scope_of_thread() if within is None else _scope_of(unwrap(within))
         for_classes = ANYWHERE if within is None else scope
         scope.counter.serve(attachment)
@@ -123,7 +127,10 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
 
 
 def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
-    """Return the places where a hook can do what it is for; of a list or a glob, the others are left out."""
+    """Return the places where the hook can work; of several, the others are left out. Raise if there is none.
+
+    Operators have no gradients. Where a function changes the tensor itself, no gradient of it can be edited.
+    """
     kind = attachment.kind
     if not kind.is_gradient:
         return places
@@ -145,12 +152,16 @@ def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
 
 
 def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> None:
-    """Take all entries off, and let the model go if it has no other hooks on functions."""
+    """Take all entries off, and the scope off its model if it has no other hooks on functions.
+
+    ``began`` is the thread that attached them, and the number that its next graph node had then.
+    """
     for entry in attachment.entries:
         entry.container.discard(entry)
     publish()
     restore_classes(attachment)
-    # A hook had its chance if this thread has computed something, though no forward of a model has begun.
+    # If this thread has made graph nodes, the hook could have fired, though no forward of a model has begun: the
+    # receipt then warns of a hook that never did.
     if began[0] == threading.get_ident() and began[1] < _torch.sequence_number():
         for entry in attachment.entries:
             if entry.counter.step == entry.step_at_attach:
@@ -161,7 +172,7 @@ def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> N
 
 
 def _scope_of(model: nn.Module) -> Scope:
-    """Return the scope of a model, in whose forwards functions count from the next one on."""
+    """Return the scope of a model, made if there is none; its hooks count from the next forward on."""
     counter = counter_of(model)
     module_hooks = hooks_of_module(model)
     if not isinstance(module_hooks.around, Scope):

@@ -1,13 +1,17 @@
-"""See the calls of functions: through two modes in each thread, and through a base of ours in classes.
+"""Call the hooks on functions: two modes in each thread see the calls, and for classes a base class of ours does.
 
-``attach_function`` adds entries to scopes: a model's, whose forwards enter and leave it, a thread's, or that of the
-process. torch shows functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an
-``autograd.Function`` class to neither: while it has hooks, it has one more base. All three ask a `_Thread` for the
-hooks of the scopes that it is in. Gradients go the way of a module's (`GradientCall`), with `FunctionHooks` in the
-place of its `ModuleHooks`.
+``attach_function`` adds entries to a `Scope`: of a model, of a thread, or of the process. The `CallGuard` of a model
+(``module_hooks``) enters and leaves its scope around each forward; torch calls all the rest. It shows functions to a
+function mode, operators (``aten.mm``) to a dispatch mode, and an ``autograd.Function`` class to neither: such a class
+gets one more base while it has hooks. All three ask the `_Thread` for the hooks of the scopes that it is in. Gradients
+are watched as a module's are (`GradientCall`), with `FunctionHooks` in the place of `ModuleHooks`.
 
 Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the modes
-that are there, and come off by being lifted out from among them; what is not ours is never taken off.
+that are there, and are taken out from among them; a mode that is not ours is never taken off.
+
+Functions that hookline itself calls for the gradients have no hooks: ``_torch.called_by_us(2)`` looks two frames up for
+the code that called the function. So it has to be called straight from ``__torch_function__`` or
+``__torch_dispatch__``, and no decorator may come between these and torch.
 """
 
 from __future__ import annotations
@@ -68,8 +72,8 @@ class _FunctionMode(TorchFunctionMode):
 class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients.
 
-    It keeps its thread: of a GPU, backward passes run in threads of autograd, to which torch lends the modes of the one
-    that has called ``backward()``.
+    It keeps its thread: on a GPU, a backward pass runs in a thread of autograd, to which torch lends the modes of the
+    thread that called ``backward()``. The hooks of that one count.
     """
 
     stack = _torch.DISPATCH_MODES
@@ -166,7 +170,7 @@ ON_SWEEP.append(restore_classes)
 
 
 def _unseen(hook: Any) -> Any:
-    """Return a hook on a class such that what it calls itself goes unseen, as modes have it by themselves."""
+    """Return a hook on a class whose own calls of functions have no hooks; for modes, torch sees to that itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         thread = _THREADS.this
@@ -197,7 +201,7 @@ class FunctionHooks(GradientHooks):
         by_kind = [tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS]
         self._forward_pre, self._forward, backward_pre, backward = by_kind
         self.set_gradient_hooks(backward_pre, backward)
-        self.told = ()  # the call itself says what they ask
+        self.told = ()  # a `FunctionSite` has step and call itself, so nothing is to be counted for them
         self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
@@ -261,7 +265,10 @@ def _watch_outputs(wiring: GradientCall, state: CallState, outputs: _Tensors) ->
 def _fire(
     entries: tuple[HookAtSite, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]
 ) -> _Tensors:
-    """Call hooks with ``before`` and the tensors; return the tensors as edited."""
+    """Call hooks with ``before`` and the tensors; return the tensors as edited.
+
+    ``before`` are the arguments that come first: for forward hooks, the tuple of inputs.
+    """
     for entry in entries:
         entry.fired += 1
         shown = fn.seen_from(entry.counter)
@@ -315,8 +322,8 @@ class Scope(HookContainer):
         self.counter = counter
         self.hooks: dict[HookAtSite, Any] = {}
         """The hooks, in the order they came, each with its function, operator or class."""
-        self._made_at = -1
-        # By the other scopes; weak, since they may be of models that are gone.
+        self._made_at = -1  # as `_State.published` was
+        # The tables for this scope together with others, by these; weak, since they may be of models that are gone.
         self._together: dict[_Others, _HooksByFunction] = {}
 
     def enter(self) -> None:
@@ -363,7 +370,7 @@ class Scope(HookContainer):
 
 class _State:
     published = 0
-    """How often hooks have come or gone."""
+    """How often hooks have come or gone; a table that was made at another number is out of date."""
     warned = False
     """Whether it was said that compiled code shows no functions."""
 
@@ -425,7 +432,8 @@ class _Thread:
 def _switch(mode: _FunctionMode | _OperatorMode, wanted: bool) -> None:
     """Put a mode of ours on its stack, or take it off.
 
-    Inside one of our own hooks torch keeps it aside, and puts it back: it goes the next time.
+    While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the next
+    call of this takes it off.
     """
     if wanted and not mode.is_on:
         mode.stack.slip_under(mode)

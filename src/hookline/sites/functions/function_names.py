@@ -1,7 +1,11 @@
 """Select the functions that a target means.
 
-``attach_function`` passes objects and name globs, and gets `Place` objects back. torch's own table of names does not
-help: ``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function has one name there.
+``attach_function``, ``specs.apply_specs`` and ``debug.precision`` give objects and name globs to `find_places`, and get
+`Place` objects back. torch's own table of names does not help: ``torch.overrides.resolve_name(torch.mm)`` is
+"torch.spmm", and a function has one name there.
+
+The first name of a function is the one that reports and `FunctionSite.name` show, so users compare with it. A new
+namespace of torch is a row of `_NAMESPACES`, behind those whose names are to win.
 
     >>> [place.name for place in find_places("torch.nn.functional.*softmax")][:2]
     ['torch.nn.functional.gumbel_softmax', 'torch.nn.functional.log_softmax']
@@ -40,7 +44,10 @@ class Place:
 
     @property
     def changes_tensor(self) -> bool:
-        """Return whether it is about the tensor object itself, so that no alias of its input can stand in for that."""
+        """Return whether it changes its tensor, or belongs to that very object: then it cannot be given an alias.
+
+        Gradients of such a function cannot be edited (``attach_function._able``).
+        """
         parts = self.name.split(".")
         in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
         return in_place or not _ABOUT_THE_TENSOR.isdisjoint(parts)
@@ -68,7 +75,7 @@ _SHOWN_AS: Final = {
     **{"__radd__": "add", "__rmul__": "mul", "__mod__": "remainder", "__imod__": "remainder_"},
     **{"__truediv__": "div", "__itruediv__": "div_", "__rtruediv__": "__rdiv__"},
 }
-"""What torch shows, of ``torch.Tensor``, where Python calls a method for ``+`` and its sisters."""
+"""The methods behind operators such as ``+``, each with the method of ``torch.Tensor`` that torch shows for it."""
 _EMPTY: Final = "The target is empty: give a function, or a name or glob such as '*.softmax' or 'aten.mm*'."
 
 
@@ -155,7 +162,7 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
             yield Place(names[0], func)
     for cls in _function_classes():
         place = _class_place(cls)
-        # The machinery of torch and our own is not what a glob means.
+        # A glob does not mean classes of torch or hookline; their full name does.
         is_meant = place.name == text or not place.name.startswith(("torch.", "hookline."))
         is_meant = is_meant and (text == place.name or _is_meant(place.name, asked))
         if is_meant and (matches(place.name) or matches(cls.__qualname__)):
@@ -163,8 +170,10 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
 
 
 def _is_meant(name: str, asked: str) -> bool:
-    """Return whether a glob that matches the name means it: private functions and reads of attributes only if it says
-    so.
+    """Return whether a glob that matches the name means it.
+
+    Private functions and reads of attributes (``__get__``) are meant only if the last part of the glob, ``asked``,
+    begins with "_".
     """
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
@@ -212,6 +221,7 @@ def _operator_namespaces() -> set[str]:
 
 
 def _operators(namespace: str) -> Iterator[_torch.OpOverload]:
+    """Yield every overload of the operators in a namespace, by name."""
     for full in sorted(_torch.operator_names()):
         space, _, name = full.partition("::")
         if space == namespace:

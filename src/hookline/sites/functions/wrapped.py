@@ -1,7 +1,10 @@
 """Wrap a function of a class, a module or one object for as long as someone has to know of its calls.
 
-Adapters of trainers use it where callbacks are told too little, `follow` for loaders, ``zero_grad`` and ``backward()``,
-and the hook ``norms`` for ``backward()``.
+`wrapped` is used by the adapters of Accelerate, Lightning and transformers where their callbacks say too little, and by
+``integrations.loop_events`` (for `follow`) around ``zero_grad`` and loaders; `around_backward` by ``loop_events`` and
+the hook ``norms`` (``analyses.gradients``).
+
+A wrapper stays harmless after its end, since somebody may keep it or wrap it again: it then only calls the original.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from hookline.sites import _torch
 
 _LOCK: Final = threading.RLock()
 _STATE: Final = "_hookline_wrap"
-"""The attribute of a function of ours that has its `_Wrap`."""
+"""The attribute of a function of ours that has its `_Wrap`: `end` knows by it what is ours."""
 
 
 class _Wrap:
@@ -71,6 +74,7 @@ class _Within(threading.local):
     """What this thread is in the middle of."""
 
     backward = False
+    """Whether a ``backward()`` of losses."""
 
 
 def around_backward(before: Callable[[Sequence[Any]], None], after: Callable[[], None]) -> Callable[[], None]:

@@ -1,9 +1,16 @@
-"""Observe and edit the gradients of calls in the backward pass: taps on tensors, gates, and what fires the hooks.
+"""Fire the gradient hooks of a call in the backward pass: taps on tensors, gates, and the calls that these report to.
 
-`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`, which keeps the hooks. ``call_gradients`` makes a
-`BackwardCall` for each call: it lists the tensors of the call, puts a `Tap` on one to observe its gradient, and lets
-several pass a gate where their gradients are edited together. In the backward pass autograd calls these, they call the
-`BackwardCall`, or the `OutputCall` where all hooks observe one output; and that calls the user's hooks.
+`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`, which keeps the hooks. ``call_gradients`` derives its
+`GradientCall` from `BackwardCall`, makes one for each call, and uses the helpers here: it puts a `Tap` on a tensor to
+observe its gradient, and lets several tensors pass a gate where their gradients are edited together. In the backward
+pass autograd calls taps and gates, they call the `BackwardCall`, or the `OutputCall` where all hooks observe one
+output; and that calls the user's hooks.
+
+Others use parts: ``module_hooks`` (`tap_output`), ``sites.compiled`` (`fire_gradients`, `end_of`, `gradient_places`,
+which is traced) and ``sites.tensors`` (`fitting`). In compiled code, `BackwardCall` runs on fake tensors, with the
+hooks that ``compiled_gradients.plan_of`` describes: let it read no values of tensors, and add every new attribute of
+`GradientHooks` that it reads to `plan_of` and `_TracedHooks`. ``_torch._WIRING`` lists this module by name, so that the
+torch functions called here fire no hooks on functions.
 """
 
 from __future__ import annotations
@@ -36,9 +43,9 @@ USE_INPUT_ONCE: Final = frozenset(
 
 
 Began: TypeAlias = tuple[int, int, int]
-"""How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+"""How a call began: its thread, its number by `next_order`, and the number for the next graph node of the thread."""
 Moments: TypeAlias = "dict[ForwardCounter, tuple[int, int]]"
-"""Step and number of one call, by the model whose forwards are counted."""
+"""Step and number of one call, for each model that hooks were attached through (`ForwardCounter.moment`)."""
 _NO_MOMENTS: Final[Moments] = {}
 Names: TypeAlias = tuple[str, ...]
 """Which input or output each entry of ``grad_input`` or ``grad_output`` belongs to."""
@@ -67,7 +74,8 @@ def gradient_places(
     """Return the names of the places whose gradients are handed over, in order, each with its tensor or None.
 
     A positional value has one place even if it is no tensor, as in torch; of containers and keyword arguments
-    only the tensors count. ``takes`` tells what is one. It is traced, too.
+    only the tensors count. ``takes`` says which values count as tensors. ``trace_hooks`` calls this while tracing: it
+    may do only what the compiler can trace.
     """
     found: list[tuple[str, Any]] = []
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -81,7 +89,7 @@ def gradient_places(
 
 
 def is_flat(output: Any) -> bool:
-    """Return whether all tensors of an output are the output, or stand in its tuple: torch sees no others."""
+    """Return whether torch's own backward hooks see all tensors of an output: it is one, or a tuple with them in it."""
     items = output if isinstance(output, tuple) else (output,)
     return all(isinstance(item, Tensor) or not tree.tensors_of(item) for item in items)
 
@@ -101,7 +109,7 @@ def distinct(found: list[tuple[str, Any]]) -> list[IndexedTensor]:
 def checked(result: Any, grads: Grads, entry: HookAtSite) -> Grads:
     """Return the gradients of a call as a hook has returned them, if they fit; zeros for a None that cuts one off.
 
-    A tensor hook cannot say "none", so nothing else cuts a gradient off everywhere.
+    A hook of a tensor cannot return "no gradient", so zeros are what cuts one off in every case.
     """
     new = fitting_all(result, grads, entry)
     return tuple(
@@ -150,14 +158,14 @@ _Output: TypeAlias = tuple[Any, Any, torch.Size | None]
 
 
 class Tap(list[_Output]):
-    """The one tensor hook on a tensor that passes between modules: the calls that give the tensor out.
+    """The one tensor hook on a tensor that passes between modules; as a list, the calls that give the tensor out.
 
-    Of a module and its last child, the child comes first. It has to be one: torch runs the hooks of a tensor in the
-    order they came, which is the order of the forward, and would have a module's ``backward_pre`` before the
-    ``backward`` of the module that used its output.
+    A module and its last child give the same tensor out: the child is first in the list. There has to be one hook:
+    torch runs the hooks of a tensor in the order they came, which is the order of the forward, and would run a module's
+    ``backward_pre`` before the ``backward`` of the module that used its output.
     """
 
-    # A list by itself, since one is made for each call of each module that is watched.
+    # It is itself the list, since one is made for each call of each module that is watched, and has to be cheap.
     inputs: tuple[tuple[Call, int, torch.Size | None], ...] = ()
     """Calls that take the tensor in, its place there, and its shape there, if not its own."""
 
@@ -186,9 +194,10 @@ def tap(tensor: Tensor, node: Any) -> Tap:
 
 
 def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
-    """Return where to tap a tensor so that an in-place operation on it does no harm: the tensor it is a reshape of.
+    """Return the tensor to tap in place of ``tensor``, so that a later in-place operation on it does no harm.
 
-    With it comes the shape of the reshape; a tensor that shows nothing else, or not all of it in order, is itself.
+    For a plain reshape, that is the tensor behind it, and the shape of the reshape comes with it. For any other
+    tensor, it is ``tensor`` itself, with None.
     """
     base = tensor._base
     if (
@@ -205,7 +214,7 @@ def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
 def accumulator(leaf: Tensor) -> Any:
     """Return the node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
 
-    Inside a transform of ``torch.func`` a parameter that the transform was not told of has none either.
+    None too for a parameter inside a transform of ``torch.func`` that does not differentiate by it.
     """
     if not takes_views(leaf):
         return None
@@ -220,7 +229,7 @@ def takes_views(tensor: Tensor) -> bool:
 
 
 class ViewPart(NamedTuple):
-    """Which part of the tensor behind it an input shows that is a view."""
+    """Of an input that is a view: which part it shows of its base, the tensor behind it."""
 
     place: int
     """The index of the input."""
@@ -239,16 +248,18 @@ class ViewPart(NamedTuple):
 
 
 class ViewInput(NamedTuple):
-    """An input that is a view, as it went in: an in-place operation on it takes its node out of the graph.
+    """An input that is a view, as it was when the call began.
 
-    What the module sends to it then comes to the tensor behind it, whose node stays.
+    An in-place operation on a view takes the node of the view out of the graph. The gradient for the view then comes to
+    the node of its base, the tensor behind it; `part` cuts it out there.
     """
 
     tensor: Tensor
     version: int
     node: Any
+    """The node of the base."""
     output: int
-    """Which output of the node the tensor behind it is."""
+    """Which output of that node the base is."""
     part: ViewPart
 
     @classmethod
@@ -266,15 +277,16 @@ class ViewInput(NamedTuple):
 # -- the gate: gradients that are edited together ------------------------------------------------------------------
 
 _Take: TypeAlias = Callable[[list[int], "Grads"], "Grads"]
-"""`BackwardCall.take_inputs` or ``take_outputs``."""
+"""`BackwardCall.take_inputs` or ``take_outputs``: of indices and gradients, return the gradients to go on with."""
 
 
 class HooklineGate(torch.autograd.Function):
-    """Several tensors that pass one node, so that their gradients are all known before one goes on.
+    """Several tensors that pass one node, so that all their gradients are known before one of them goes on.
 
-    Inputs go in as views, as with torch's full backward hook: to change one in place, past the caller's tensor, is an
-    error of torch's that has this name in it. Outputs share memory and version with what went in but are no views, so
-    that in-place operations behind the gate stay legal and are still noticed where they spoil a saved tensor.
+    Users see the name of this class: an input of a module passes as a view (``views``), as with torch's full backward
+    hook, and where the module changes it in place, torch raises an error with this name in it. An output passes as a
+    tensor that shares memory and version with the one before the gate but is no view: in-place operations behind the
+    gate stay legal, and torch still notices one that spoils a saved tensor.
     """
 
     generate_vmap_rule = True
@@ -313,7 +325,7 @@ def pass_gate(take: _Take, members: list[IndexedTensor], *, views: bool) -> dict
 
 
 class OutputCall:
-    """The observers of what comes to a module's output, for all its calls while they stay the same."""
+    """The observers of the gradient of a module's output: one object for all calls, until the observers change."""
 
     __slots__ = ("entries", "order")
 
@@ -321,7 +333,7 @@ class OutputCall:
         self.entries = entries
         """The observers; it is for these alone, and another is made when they change."""
         self.order = max(entry.attachment.order for entry in entries)
-        """When the last of them came; it takes part in calls that began later."""
+        """When the last of them was attached, by `next_order`; a call that began before it takes a `GradientCall`."""
 
     def take_output(self, place: tuple[Any, Moments], grad: Tensor | None) -> Tensor | None:
         """Fire with the gradient of an output; return it. ``place`` is the module, with the moments of its call."""
@@ -338,7 +350,10 @@ class OutputCall:
 
 
 def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> bool:
-    """Watch one output that the call has made; return False, and do nothing, where that takes more than a tap."""
+    """Watch the one output of a call with a tap; return False, and do nothing, where that takes a `GradientCall`.
+
+    The forward slot of a module (``module_hooks``) calls this for hooks that only observe outputs.
+    """
     call, entries = hooks.output_call, hooks.backward_pre
     if call is None or call.entries is not entries:  # another thread may have changed the hooks, also just now
         if not entries:
@@ -373,7 +388,11 @@ def gradient_site(entry: HookAtSite, module: Any, moments: Moments, inputs: Name
 
 
 class GradientHooks(HookContainer):
-    """The gradient hooks of one module or function, and what a call has to know of them."""
+    """The gradient hooks of one module or function, and what a call has to know of them.
+
+    Compiled calls have `_TracedHooks` of ``compiled_gradients`` in its place: an attribute that they do not set has the
+    default below there.
+    """
 
     # Defaults of the class, not set one by one for each of ten thousand modules.
     backward_pre: tuple[HookAtSite, ...] = ()
@@ -385,20 +404,21 @@ class GradientHooks(HookContainer):
     edits_outputs = False
     """The same for the gradients of outputs, which pass a gate if there are several."""
     watches_inputs = False
+    """Whether there are ``backward`` hooks, which are shown the gradients of inputs."""
     observes_outputs = False
-    """Whether all hooks observe the gradients of outputs, and can be called straight."""
+    """Whether all hooks only observe the gradients of outputs, in every context."""
     output_call: OutputCall | None = None
     """What fires them then; made by the first call."""
     uses_input_once = False
     """Whether the module is one of `USE_INPUT_ONCE`."""
     told: tuple[ForwardCounter, ...] = ()
-    """The models whose hooks declare ``site``."""
+    """The counters of the models whose hooks declare ``site``, and are told step and call."""
     plan = ""
-    """The same in letters, for calls that are compiled (`plan_of`)."""
+    """What compiled calls have to know of the hooks, in the letters of `plan_of`."""
     entered = -1
-    """When the latest call that gradient hooks take part in began."""
+    """When the latest call that gradient hooks take part in began, by `next_order`."""
     began: Began | None = None
-    """The same of a call whose gradient hooks observe its output alone, until it is over."""
+    """How the call under way began, where all hooks only observe outputs; None when it is over."""
     begins_late = False
     """Whether no pre-hook notes when a call begins: its one forward hook does all (`ModuleHooks`)."""
     calls_seen = 0
@@ -434,17 +454,20 @@ def _may_edit(entry: HookAtSite) -> bool:
 
 
 class BackwardCall:
-    """One call of a module or function, as the backward pass sees it.
+    """One call of a module or function, as the backward pass sees it; made as its subclass `GradientCall`.
 
     One is made for every call of every module that has gradient hooks, so rare attributes are defaults of the class.
+    Backward passes may come several times, each with a number of its own (``task``): a pass begins with the gradient of
+    an output, fires ``backward_pre`` when those of all outputs are there, and ``backward`` when it reaches the producer
+    of an input, or when it ends.
     """
 
     _takes_alias = False
-    """Whether an alias of the one input went in, whose tap has the module's own share."""
+    """Whether an alias of the one input went in: the gradient at its tap is from this module alone."""
     _returned = (-1, -1)
     """The indices of an input and of the output which are the same tensor."""
     _last_outputs: frozenset[int] | None = None
-    """With several outputs: those whose gradients come last."""
+    """With several outputs: those whose gradients come last. When these are there, ``backward_pre`` fires."""
     _num_inputs = 1
     _num_outputs = 1
     _input_names: Names = ("0",)
@@ -482,7 +505,7 @@ class BackwardCall:
             return grad
         if self._last_outputs is None:
             return self._release_outputs()[index]
-        self._awaited -= index in self._last_outputs
+        self._awaited -= index in self._last_outputs  # True counts as 1
         if self._awaited == 0:
             self._release_outputs()
         return grad
@@ -497,7 +520,7 @@ class BackwardCall:
         for index, grad in zip(indices, grads, strict=True):
             self._grad_outputs[index] = grad
         if self._pre_done or self._last_outputs is not None:
-            return grads  # torch has run the hooks; or others are tapped, and come later: then nothing is edited
+            return grads  # torch has run the hooks; or other outputs are tapped, and come later: no hook edits then
         outputs = self._release_outputs()
         return tuple(outputs[index] for index in indices)
 
@@ -563,7 +586,7 @@ class BackwardCall:
         return grads if inputs is None else tuple(inputs[index] for index in indices)
 
     def reach_producer(self, index: int, grad: Tensor | None, shape: torch.Size | None) -> Tensor | None:
-        """Fire, since the producer of input ``index`` runs next and all that this call made has run.
+        """Fire ``backward``, since the producer of input ``index`` runs next, and all nodes of this call have run.
 
         ``grad`` is the whole gradient of the input, in another ``shape`` if that is not its own. Return the gradient to
         go on with.
@@ -611,10 +634,11 @@ def fire_gradients(
 ) -> Grads:
     """Call those hooks that were on when ``call`` began, in its context; return the gradients as edited.
 
-    ``call`` has ``order``, ``contexts`` and ``moments``; ``names`` are those of inputs and outputs.
+    ``call`` is a `BackwardCall`, or ``op_runtime._NotedCall`` in compiled code: all that is read of it is ``order``,
+    ``contexts`` and ``moments``. ``names`` are those of inputs and outputs.
     """
     of_function = type(module) is FunctionSite
-    if of_function:  # these hooks are not taken out of the tuple, as a module's are
+    if of_function:  # a module's hooks are taken out of the tuple when they come off, a function's are not
         entries = tuple(entry for entry in entries if not entry.attachment.removed)
     shown = module
     for entry in entries:
@@ -638,14 +662,15 @@ def fire_gradients(
 
 
 class _EndOfBackward:
-    """The calls that took part in one backward pass; what has not fired when it ends, fires then."""
+    """The calls that took part in one backward pass; a call that has not fired when the pass ends fires then."""
 
     __slots__ = ("__weakref__", "calls", "latest")
 
     def __init__(self) -> None:
         self.calls: list[BackwardCall] = []
         self.latest: Tensor | None = None
-        """For a backward pass that is traced: the output of the hooks that fired last, for the next to take in."""
+        """For ``compiled_gradients``, while a backward pass is traced: the output of the last operator with hooks. The
+        next one takes it as an input, so that the compiler keeps their order."""
 
     def __call__(self) -> None:
         # In the order autograd would have reached them: the last that began comes first.

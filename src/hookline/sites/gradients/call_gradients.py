@@ -1,7 +1,15 @@
 """Watch or edit the gradients of a module's inputs and outputs, without disturbing anything else.
 
-The slots of a module and the hooks of a function make a `GradientCall` for each call: `enter` before it, `leave` after
-it. `BackwardCall` fires the hooks in the backward pass.
+The slots of a module (``module_hooks``) and `FunctionHooks` make a `GradientCall` for each call: `enter` before it,
+`leave` after it. Its base `BackwardCall` fires the hooks in the backward pass.
+
+The third user is ``compiled_gradients._TracedCall``, a subclass that runs `enter` and `leave` on fake tensors, with
+``module=None``, while the compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks
+know only what the text of `plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to
+``_TracedHooks``, or compiled code takes the default of the class, without an error.
+
+``_torch._WIRING`` lists this module by name, so that the torch functions called here fire no hooks on functions: call
+them for the gradients only here and in ``backward_call``.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and accumulates
 into leaves at once. So when the producer of an input runs, everything the module made has run and its parameters have
@@ -12,8 +20,9 @@ them first may change the rounding of that sum.
 *Outputs* are tapped: one tensor hook on each. An in-place operation takes a view out of the graph, so of an output that
 is a plain reshape (a Linear's, say) the tensor behind it is tapped. Where a tap would report too much or too little (an
 output that is used inside the module as well, another kind of view, several outputs whose gradients may be edited
-together), the outputs pass a node of ours, the gate. The last users of the tensor come to it, which autograd adds up
-first anyway, so nothing is rounded otherwise (unless somebody holds the tensor from before the gate: docs/sources.md).
+together), the outputs pass a node of ours, the gate. It gets the sum of what the users behind it send, which autograd
+adds up first anyway, so nothing is rounded otherwise (unless somebody holds the tensor from before the gate:
+docs/sources.md).
 
 *Inputs, watched* (no hook can return a value): the nodes through which the module reaches each input are found by
 walking its part of the graph, and hooks on them collect what they send; the input's producer gives the signal to fire.
@@ -71,7 +80,7 @@ class CallState(dict[str, Any]):
 
     call: GradientCall
     edges: _torch.Edges
-    """The graph nodes that lead to an input as it went in, with its index in ``grad_input``."""
+    """The graph nodes that the gradients of the inputs go to: by node and number of its output, the input's index."""
     leaves: tuple[IndexedTensor, ...] = ()
     """The inputs that are leaves."""
     views: tuple[ViewInput, ...] = ()
@@ -147,7 +156,7 @@ class GradientCall(BackwardCall):
         source, shape, base = tensor, None, tensor._base
         if base is not None and base.grad_fn is not None:
             state.views += (ViewInput.of(index, tensor, base),)
-            if Tap not in (tensor._backward_hooks or ()):  # what a call around this one lets in has
+            if Tap not in (tensor._backward_hooks or ()):  # a tensor with a tap, from the gate of a call around this
                 source, shape = behind(tensor)
         if state.watches:
             tap(source, source.grad_fn).add_input(self, index, shape)
@@ -160,7 +169,8 @@ class GradientCall(BackwardCall):
         for index, tensor in members:
             twin = passed[id(tensor)]
             state.edges.setdefault(twin.grad_fn, {})[twin.output_nr] = index
-            tap(twin, twin.grad_fn)  # for calls inside, which would tap the tensor behind it, and fire too late
+            # Empty, for calls inside, which otherwise would tap the tensor behind the twin, and fire too late.
+            tap(twin, twin.grad_fn)
         swapped: list[tree.Swapped] = []
         new_args: tuple[Any, ...] = tree.replace(args, _swap(passed), swapped)
         state.update(tree.replace(dict(state), _swap(passed), swapped))
@@ -168,7 +178,10 @@ class GradientCall(BackwardCall):
         return new_args
 
     def _check_editable(self) -> None:
-        """Raise for what works in place, as far as that can be told: no gate can be before it."""
+        """Raise for a module or function that changes its input in place, if its name or ``inplace`` says so.
+
+        Torch allows no in-place change of what comes out of a gate.
+        """
         module: Any = self._module
         if type(module) is FunctionSite:
             name, in_place = module.name, module.name.endswith("_") and not module.name.endswith("__")
@@ -182,11 +195,12 @@ class GradientCall(BackwardCall):
                 "that writes elsewhere (inplace=False)."
             )
 
-    def enter_late(self, began: Began | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallState:
-        """Return the state of a call that is over, and has none.
+    def enter_afterwards(self, began: Began | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallState:
+        """Return the state of a call whose forward is over, and for which `enter` was not called before it.
 
-        Its hooks observe outputs alone, and a tap was not enough; or its inputs are lost, since a pre-hook behind ours
-        has made new keyword arguments.
+        The last forward slot (``module_hooks``) calls this where hooks observe outputs alone, and `tap_output` was not
+        enough; then ``began`` says how the call began. It also does where the state is lost, since a pre-hook behind
+        ours has made new keyword arguments: then no inputs are known.
         """
         if began is None or began[0] != thread() or not self._hooks.observes_outputs:
             return self.enter((), {})[1]
@@ -207,7 +221,10 @@ class GradientCall(BackwardCall):
         return self._leave_any(output, state)
 
     def _leave_one(self, output: Tensor, state: CallState) -> bool:
-        """Watch one output that was made here, of unchanged inputs; return whether this was such a case."""
+        """Watch the one output, in the common case: it was made in this call, and no input was changed in place.
+
+        Return whether nothing is left to do: the output is watched, or has no gradient. Otherwise `_leave_any` does it.
+        """
         node = output.grad_fn
         if node is None or node in state.edges:
             return node is None and not output.requires_grad
@@ -247,7 +264,9 @@ class GradientCall(BackwardCall):
     def _watch_inside(self, members: list[IndexedTensor], state: CallState) -> set[int]:
         """Hook the nodes of this call that lead straight to a watched input.
 
-        Return the indices of the outputs that are used inside the call as well.
+        Return the indices of the outputs that are used inside the call as well. ``edges`` give `_torch.boundary` one
+        number for each place: for an input its index, for a changed view a number of ``parts`` (both 0 or more), and
+        for an output ``~index``, which is negative.
         """
         edges: _torch.Edges = {}
         parts: dict[int, ViewPart] = {}
@@ -267,9 +286,10 @@ class GradientCall(BackwardCall):
         return inside
 
     def _follow_views(self, state: CallState, edges: _torch.Edges) -> dict[int, ViewPart]:
-        """Add the ways to views that the call has changed in place to ``edges``, under numbers of their own.
+        """Add the bases of views that the call has changed in place to ``edges``, under numbers of their own.
 
-        Return the part that each number stands for. Of a tensor and its views, one has the way to itself.
+        Return the part that each number stands for. Where several inputs share a base (one node and output number),
+        only the first is followed.
         """
         parts: dict[int, ViewPart] = {}
         for view in state.views:
@@ -281,7 +301,7 @@ class GradientCall(BackwardCall):
         return parts
 
     def _reach_view(self, grads: Grads) -> None:
-        """Fire, since the producer of the tensor behind an input runs next."""
+        """Fire ``backward``, since the node that made the base of an input runs next."""
         if self._task == _torch.graph_task_id():
             self.fire_post()
 
@@ -307,7 +327,7 @@ class GradientCall(BackwardCall):
                     tap(tensor, tensor.grad_fn).add_input(self, place)
                 return passed
             elif type(self._module) is FunctionSite and any(view.tensor is tensor for view in state.views):
-                pass  # changed in place: its caller goes on with the tensor itself, whatever comes back from here
+                pass  # changed in place: the caller goes on using the tensor itself, so a twin would not reach it
             elif index in inside:
                 gated.append((index, tensor))
                 continue
@@ -328,7 +348,10 @@ class GradientCall(BackwardCall):
         return passed
 
     def _collector(self, hits: list[tuple[int, int]], parts: dict[int, ViewPart]) -> Callable[[Grads, Grads], None]:
-        """Return a hook that collects what a node sends: slots of its gradient, and inputs or numbers in ``parts``."""
+        """Return a hook of a node that collects what the node sends to the inputs.
+
+        Each of ``hits`` is a slot of the gradients that it sends, and the index of an input or a number of ``parts``.
+        """
 
         def collect(grad_inputs: Grads, grad_outputs: Grads) -> None:
             for slot, number in hits:
@@ -342,4 +365,5 @@ class GradientCall(BackwardCall):
 
 
 def _swap(passed: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives the twin of a tensor, by its id, and a tensor without one itself."""
     return lambda tensor: passed.get(id(tensor), tensor)
