@@ -142,7 +142,7 @@ class During:
         ``which`` names the forward: several modules may ask about one, which is counted once.
         """
         told = known_phase()
-        counts = self._judge(training + 1 if gradients else 0, updates_best=True) if told is None else told in self.phases
+        counts = self._judge(training + 1 if gradients else 0, sets_best=True) if told is None else told in self.phases
         if which != self._last and told is None:
             self._last = which
             self.counted += counts
@@ -152,7 +152,7 @@ class During:
     def counts_backward(self, training: bool) -> bool:
         """Return whether a backward pass counts that comes through a model in `training` mode."""
         told = known_phase()
-        return self._judge(training + 1, updates_best=False) if told is None else told in self.phases
+        return self._judge(training + 1, sets_best=False) if told is None else told in self.phases
 
     def note_step(self) -> None:
         """Note that an optimizer has made a step: what came before was training in any mode, and is not forgotten.
@@ -171,17 +171,17 @@ class During:
         self.left_out, self.counted, self.best = state["left_out"], state["counted"], state["best"]
         self._has_stepped = state["has_stepped"]
 
-    def _judge(self, likeness: int, *, updates_best: bool) -> bool:
+    def _judge(self, likeness: int, *, sets_best: bool) -> bool:
         """Return whether a pass counts that is so much like training, 0 to 2 as `best`.
 
-        With ``updates_best`` (a forward), one that is more like training than all before becomes the best, and what was
+        With ``sets_best`` (a forward), one that is more like training than all before becomes the best, and what was
         counted until then is forgotten. A backward changes nothing: its forward has been judged.
         """
         if likeness < _TRAINING and "eval" in self.phases:
             return True
         if "train" not in self.phases:
             return False
-        if likeness > self.best and updates_best and not self._has_stepped:
+        if likeness > self.best and sets_best and not self._has_stepped:
             if self.counted and "eval" not in self.phases:
                 self._forget()
                 self.left_out, self.counted = self.left_out + self.counted, 0

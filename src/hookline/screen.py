@@ -1,8 +1,8 @@
 """Show how far a run is: a bar where a screen can be redrawn, a line every ten seconds elsewhere.
 
 The loops of ``training`` (``progress=``) start, advance and stop a `RunProgress`; the command line gives them its own.
-`ConsoleSink` is a subclass that shows metrics too: it overrides `draw` and `__rich__` and uses `screen_text`. Both draw
-by rich, which is imported only when something is shown.
+`ConsoleSink` is a subclass that shows metrics too: it overrides `advance` and `__rich__` and calls `draw`. Both draw by
+rich, which is imported only when one is made.
 
 Nothing here may start a thread (see `draw`), and nothing is read from the device unless it is shown (see `advance`).
 """
