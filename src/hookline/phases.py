@@ -1,7 +1,12 @@
 """Say what the run is doing (train, eval, intervention), and decide which passes ``during=`` counts.
 
-The loops and interventions enter `in_phase`; watches, trackers and captures ask `During` at each firing. Where nothing
-says what the run is doing, a forward that began in training mode with gradients on is training.
+Whoever runs the model enters `in_phase`: the loops, adapters of other trainers, `HookManager` around hooks, and tools
+that make passes of their own (``debug.first_bad``, ``debug.parity``). Watches, Metta's feeders and ``analyses.weights``
+ask `During` whether a pass counts; captures do not. Alarms, audits, traces, ``analyses.gradients`` and integrations ask
+`phase` alone. `kept_modes` and `in_eval_mode` serve evaluations and the guard.
+
+The phase is one for the whole process, not one for each thread: on CUDA a backward runs in a thread of its own. Where
+nobody has entered one, a forward that began in training mode with gradients on is training.
 """
 
 from __future__ import annotations
@@ -103,6 +108,7 @@ def validate_phases(during: str | Iterable[str]) -> Phases:
 
 
 _TRAINING: Final = 2
+"""How much like training a forward in training mode with gradients on is; see `During.best`."""
 
 
 class During:
@@ -133,10 +139,10 @@ class During:
     def count_forward(self, training: bool, gradients: bool, which: Hashable) -> bool:
         """Count a forward that began in `training` mode with `gradients` on; return whether it counts.
 
-        ``which`` names the forward: several modules may ask about one.
+        ``which`` names the forward: several modules may ask about one, which is counted once.
         """
         told = known_phase()
-        counts = self._judge(training + 1 if gradients else 0, raises=True) if told is None else told in self.phases
+        counts = self._judge(training + 1 if gradients else 0, sets_best=True) if told is None else told in self.phases
         if which != self._last and told is None:
             self._last = which
             self.counted += counts
@@ -146,10 +152,13 @@ class During:
     def counts_backward(self, training: bool) -> bool:
         """Return whether a backward pass counts that comes through a model in `training` mode."""
         told = known_phase()
-        return self._judge(training + 1, raises=False) if told is None else told in self.phases
+        return self._judge(training + 1, sets_best=False) if told is None else told in self.phases
 
     def note_step(self) -> None:
-        """Note that an optimizer has made a step: what came before it was training, whatever the mode."""
+        """Note that an optimizer has made a step: what came before was training in any mode, and is not forgotten.
+
+        If no forward had gradients, the step was of something else and says nothing.
+        """
         self._has_stepped = self._has_stepped or self.best > 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,12 +171,17 @@ class During:
         self.left_out, self.counted, self.best = state["left_out"], state["counted"], state["best"]
         self._has_stepped = state["has_stepped"]
 
-    def _judge(self, likeness: int, *, raises: bool) -> bool:
+    def _judge(self, likeness: int, *, sets_best: bool) -> bool:
+        """Return whether a pass counts that is so much like training, 0 to 2 as `best`.
+
+        With ``sets_best`` (a forward), one that is more like training than all before becomes the best, and what was
+        counted until then is forgotten. A backward changes nothing: its forward has been judged.
+        """
         if likeness < _TRAINING and "eval" in self.phases:
             return True
         if "train" not in self.phases:
             return False
-        if likeness > self.best and raises and not self._has_stepped:
+        if likeness > self.best and sets_best and not self._has_stepped:
             if self.counted and "eval" not in self.phases:
                 self._forget()
                 self.left_out, self.counted = self.left_out + self.counted, 0

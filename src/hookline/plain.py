@@ -1,7 +1,12 @@
 """Copy configurations, and turn values into what JSON can hold. Imports no torch.
 
-Specs, factories, lifecycle hooks and files call `own_copy` wherever a configuration comes in or goes out. Whatever
-writes JSON about a run, a comparison or a hook calls `to_plain` first.
+``specs``, ``runs``, ``sglang.server_args`` and the lifecycle registry call `own_copy` wherever a configuration comes in
+or goes out, so that nobody writes into that of another. Whatever writes JSON about a run, a comparison or a hook calls
+`to_plain` first (``cli``, ``runs``, ``training.checkpoints``, ``report``, ``debug``, ``engines``, ``integrations``).
+For values of metrics there is another one, ``records.values.to_plain``, which keeps NaN and infinity.
+
+What `to_plain` returns has to be strict JSON, and it never raises over an object: one it does not know becomes text.
+Another class of objects is a case in `_plain_object`.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ def own_copy(value: T) -> T:
 def _copied(value: Any) -> Any:
     kind = type(value)
     if kind in (dict, OrderedDict, defaultdict, MappingProxyType):
-        made: Any = {} if kind is MappingProxyType else copy.copy(value)  # a defaultdict has its default
+        made: Any = {} if kind is MappingProxyType else copy.copy(value)  # a defaultdict keeps its factory
         made.update({key: _copied(item) for key, item in value.items()})
         return made
     if kind is list:

@@ -1,6 +1,10 @@
 """Show how far a run is: a bar where a screen can be redrawn, a line every ten seconds elsewhere.
 
-The loops of `training` move a `RunProgress` on; `ConsoleSink` is one that shows metrics too. Both draw by rich.
+The loops of ``training`` (``progress=``) start, advance and stop a `RunProgress`; the command line gives them its own.
+`ConsoleSink` is a subclass that shows metrics too: it overrides `advance` and `__rich__` and calls `draw`. Both draw by
+rich, which is imported only when one is made.
+
+Nothing here may start a thread (see `draw`), and nothing is read from the device unless it is shown (see `advance`).
 """
 
 from __future__ import annotations
@@ -85,7 +89,10 @@ class RunProgress:
             self.draw()
 
     def advance(self, n: int = 1, read: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Count ``n`` more as done; if it is time to show that, ``read`` the metrics that are shown with it."""
+        """Count ``n`` more as done; if it is time to show that, show it with the metrics that ``read`` returns.
+
+        ``read`` may wait for the device, so it is called only then.
+        """
         self._done += n
         is_drawn = self._live is not None
         if self._clock() - self._shown >= (_BETWEEN_DRAWINGS if is_drawn else _BETWEEN_LINES):

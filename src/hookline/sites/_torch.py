@@ -1,8 +1,12 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-The heading of each part says who uses it. Checked on torch 2.11 and 2.13, where nothing else is said;
-``tests/sites/test_torch_*.py`` fail when one of them changes. Used where they are needed, and not wrapped here, are
-four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
+The heading of each part says who uses it. A private name of torch that another file needs goes here, with a test in
+``tests/sites/test_torch_*.py`` that fails when a version of torch changes it. Checked on torch 2.11 and
+2.13, where nothing else is said. Used where they are needed, and not wrapped here, are four old attributes:
+``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
+
+Some functions count frames above them (`caller`, `called_by_us`, `backward_hooks_of_call`): one more call between them
+and torch breaks them. `_WIRING` names files of ``sites.gradients``: renaming one of these changes it too.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ HOOK_DICTS: Final[dict[str, tuple[str, ...]]] = {
 }
 """The hook dictionaries of a module, each with the dictionaries that hold options for the same ids."""
 
-# -- the graph of autograd: sites.gradients, observe.watch, debug.first_bad ----------------------------------------
+# -- the graph of autograd: sites, observe.watch, metta, debug.first_bad, debug.compare ----------------------------
 
 # Nodes that accumulate into a leaf carry the largest 64-bit number, to run as soon as they are ready.
 _LEAF_SEQUENCE: Final = 1 << 62
@@ -85,15 +89,16 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _H = TypeVar("_H", bound=Callable[..., Any])
 Edges: TypeAlias = dict[Any, dict[int, int]]
-"""Graph edges to watch for: the node they lead to, which of its outputs, and a number of the caller's."""
+"""Graph edges to watch for: by the node they lead to, by the number of its output, a number that the caller chooses."""
 
 
 def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list[tuple[int, int]]]]:
-    """Return the nodes younger than ``since``, found by walking from ``roots`` (used up), that have one of ``edges``.
+    """Return the nodes younger than ``since``, found by walking from ``roots``, that have one of ``edges``.
 
-    With each come the slots of its gradient that go there and the caller's numbers. Nodes that accumulate into a leaf
-    lead nowhere, so they are passed over, by their class: a third of a block's nodes, and asking one for its number
-    takes three times as long.
+    Each comes with pairs: the index in its ``next_functions`` (which is that in its ``grad_input``), and the caller's
+    number. The walk uses up ``roots``, if that is a list of one. Nodes that accumulate into a leaf lead nowhere and are
+    passed over. They are known by their class: they are a third of a block's nodes, and to ask for their number takes
+    three times as long.
     """
     found: list[tuple[Any, list[tuple[int, int]]]] = []
     todo = roots if len(roots) == 1 else list(dict.fromkeys(roots))  # several outputs may be one node's
@@ -118,7 +123,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# -- hooks of modules and tensors: sites.module_hooks, sites.gradients, sites.find, debug.diagnose -----------------
+# -- hooks of modules and tensors: sites.module_hooks, .find, .gradients, debug.diagnose, serve.row_batch ----------
 
 
 def put_hook(module: nn.Module, attribute: str, hook_id: int, hook: Any, *, with_kwargs: bool = False) -> None:
@@ -172,14 +177,17 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
             yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
 
-# -- the call that is under way: sites.module_hooks, sites.signature, sites.receipt --------------------------------
+# -- the call that is under way, and hooks there: sites, observe, debug.diagnose ----------------------------------
 
 IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 """The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
 
 
 def caller() -> nn.Module | None:
-    """Return the module whose ``_call_impl`` is being called, for what stands in for that method on the instance."""
+    """Return the module whose ``_call_impl`` is being called, for what stands in for that method on the instance.
+
+    To be called by the ``__call__`` of the stand-in itself: it looks two frames up.
+    """
     module = sys._getframe(2).f_locals.get("self")
     return module if isinstance(module, nn.Module) else None
 
@@ -256,7 +264,7 @@ def global_hooks() -> Iterator[tuple[str, Any]]:
             yield attribute, hook
 
 
-# -- leaves, and FSDP2: sites.parameters, sites.module_hooks -------------------------------------------------------
+# -- leaves, and FSDP2: sites.parameters, sites.module_hooks, debug.diagnose ---------------------------------------
 
 leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 """The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
@@ -334,7 +342,7 @@ def sharded_parameter(shard: Any) -> Tensor:
     return parameter
 
 
-# -- modules that run: sites.functions, sites.module_hooks, observe, debug, factories, sglang ----------------------
+# -- modules that run: sites, observe, debug, factories, sglang ----------------------------------------------------
 
 
 def running() -> Iterator[nn.Module]:
@@ -356,10 +364,10 @@ def times_running(module: nn.Module) -> int:
 
 
 def called_by_us(depth: int) -> bool:
-    """Return whether it is the wiring of gradients that has made the call a hook is due for, and not the model (0.2
-    µs).
+    """Return whether the wiring of gradients, and not the model, has called the function a hook is due for (0.2 µs).
 
-    ``depth`` is how many calls above this one the caller is.
+    Without this, function hooks would fire for our own calls (``view_as``, for instance). ``depth`` is how many calls
+    above this one the caller is.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(depth - 1):
@@ -371,6 +379,7 @@ def called_by_us(depth: int) -> bool:
 
 
 _OPS: Final = vars(sys.modules[OpOverload.__module__])
+# The wiring calls functions of torch in these two files only: in another one, function hooks would fire for them.
 _WIRING: Final = frozenset(f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients"))
 
 
@@ -483,7 +492,7 @@ def is_tracing() -> bool:
     return any(map(_mode_of, _TRACERS))  # a mode is always true
 
 
-# -- optimizers: sites.optimizers, integrations; what torch walks live: sites.module_hooks too ---------------------
+# -- optimizers: sites.optimizers, .tensors, .module_hooks, integrations.follow; will_execute: metta ---------------
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
@@ -540,13 +549,14 @@ _WALKERS: Final = frozenset({optimizer_py.__name__, module_py.__name__})
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
-# -- torch.compile while it traces: sites.compiled, sites.module_hooks, observe, factories, specs ------------------
+# -- torch.compile while it traces: sites, observe, factories, specs -----------------------------------------------
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that the compiler calls while it traces, to take the answer for a constant.
 
-    What ``torch.compiler.assume_constant_result`` does, without loading the compiler.
+    What ``torch.compiler.assume_constant_result`` does, without loading the compiler. The answer holds for as long as
+    the graph does: ask nothing that may change between two calls of it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -669,7 +679,7 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
-# -- tensors, transforms, streams, scalers: observe, guard, factories, debug, integrations -------------------------
+# -- tensors, transforms, streams, scalers: sites.compiled and the rooms that read numbers -------------------------
 
 
 @constant_while_tracing
@@ -685,7 +695,7 @@ def _has_local_part(cls: type) -> bool:
 def local_tensor(tensor: Any) -> Any:
     """Return what an operator of ours can be given: the tensor, of a distributed one this process's part; else None.
 
-    To be traced. Operators are not told apart by subclasses that they have never heard of.
+    To be traced. None for other subclasses of tensors: an operator of ours could not be called with one.
     """
     if _is_ordinary(type(tensor)):
         return tensor
@@ -741,7 +751,7 @@ def between_scaler_steps(scaler: Any) -> Iterator[None]:
         scaler._per_optimizer_states = states
 
 
-# -- what is compiled and what is not: sites, observe, factories, integrations, serve ------------------------------
+# -- what is compiled and what is not: sites, observe, factories, debug, integrations, serve -----------------------
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:
@@ -772,7 +782,7 @@ def untraced_in_place(function: _Function) -> _Function:
 
 
 def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
-    """Call an operator whose kernel for autograd this is, past that kernel."""
+    """Call an operator from inside of its own kernel for autograd, so that the kernel below that one runs."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -879,13 +889,13 @@ def is_compiled_function(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
-# -- the guard, on 2.11 and 2.13: guard alone ----------------------------------------------------------------------
+# -- the guard, on 2.11 and 2.13: guard; norms_of_all: debug.first_bad; flat: analyses -----------------------------
 
 copy_all: Final[Callable[..., None]] = torch._foreach_copy_
 """Copy a list of tensors into another; on a CUDA device a few launches for all of them."""
 
 norms_of_all: Final[Callable[..., tuple[Tensor, ...]]] = torch._foreach_norm
-"""Return the norm of each of several tensors, likewise: for the check of modules."""
+"""Return the norm of each of several tensors, by few launches too."""
 
 
 flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tensors

@@ -1,7 +1,13 @@
 """Attach a hook to modules: the verb ``attach``, and what the other verbs share.
 
-Users call `attach`. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and
-returns a `HookHandle`.
+Users call `attach`; ``debug``, ``analyses``, ``metta``, ``factories``, ``sglang`` and ``engines`` call it for hooks of
+their own. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and returns a
+`HookHandle`. All verbs of ``sites`` make their attachments by `new_attachment`; ``capture``, ``patch``, ``watch`` and
+``register_hooks`` put theirs on modules by `attach_to_modules`.
+
+All is checked before the first hook is on, and if one module refuses, none keeps the hook. A new option is a field of
+`AttachOptions` and a keyword of `attach` and `AttachKeywords`; if it goes with some kinds only, `KINDS_OF_OPTION` says
+which.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from hookline.errors import HookReturnError, HookSignatureError, OptionError
 from hookline.messages import type_name
-from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
+from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
@@ -217,7 +223,7 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
 # comes or goes while another runs makes torch raise.
 
 _STORED: Final = dict(zip(REGISTRATION_KINDS, (nn.Module, nn.Parameter, Tensor), strict=True))
-"""What the hooks of each kind may put in place of what they were shown."""
+"""What the hooks of each kind may return, to be stored in place of what they were shown."""
 
 
 def register_with_torch(attachment: Attachment) -> None:

@@ -1,9 +1,11 @@
 """Give hooks a place inside of attention: queries, keys, values, pattern, what each head reads and adds, of any model.
 
-``targets`` finds an `AttentionPart` for the roles of `PARTS` (``"role:q"``) in each attention module. It is a module
-that returns what it is given, so that all that hooks do at modules they do here, in compiled code too. While one of its
-parts has hooks, an attention module has a ``forward`` of its own, which lets the call of its attention function pass
-through the parts: `transformers`' attention interface, by which most of its models go, or
+For the roles of `PARTS` (``"role:q"``), ``roles`` and ``targets`` give an `AttentionPart` of each attention module
+(`parts_of`). It is a module that returns what it is given, so that all that hooks do at modules they do here, in
+compiled code too. `ModuleHooks` tells it when its hooks come and go (`AttentionPart.set_hooked`); ``find`` reads
+`hooked_parts`; ``patch`` and ``specs`` ask only whether a module is one. While one of its parts has hooks, an attention
+module has a ``forward`` of its own (`recompile_guard.bind_forward`). That lets the call of its attention function pass
+through the parts: the attention interface of ``transformers``, by which most of its models go, or
 ``scaled_dot_product_attention``. Rotary embedding and grouped keys are as the model computes them.
 
     forward of the module ──► q(query) k(key) v(value) ──► its own function ──► z(output) ──► output projection
@@ -12,6 +14,9 @@ through the parts: `transformers`' attention interface, by which most of its mod
 The pattern is computed beside the model's function, without dropout, and what heads add beside the projection. Where a
 hook may edit one of these, or asks for its gradient, it takes the function's place: the output is rounded otherwise,
 and attention has no dropout there.
+
+The compiler traces all that runs in a call. A new part is a name in `PARTS`, an attribute in `AttentionParts.__init__`
+(in the same order) and a call in `AttentionParts.attend`.
 """
 
 from __future__ import annotations
@@ -93,6 +98,7 @@ class AttentionParts:
         self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
         self._hooked: set[AttentionPart] = set()
         self._give_back: Any = None
+        """Gives up the interface of ``transformers`` (`_count_interface`), once, also when the module is gone."""
         self.goes_by_interface = False
         """Whether the function is called with the module, and so finds the parts by itself."""
         self.calls = 0
@@ -105,7 +111,7 @@ class AttentionParts:
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_hooked(self, part: AttentionPart, *, hooked: bool) -> None:
-        """Note that a part has hooks, or has none; the first switches all on, the last off."""
+        """Note that a part has hooks, or has none: the first part with hooks switches all on, the last one off."""
         module, had = self._module(), bool(self._hooked)
         if hooked and module is not None and part in (self.pattern, self.attn_out) and _served_layer(module):
             raise UnhookableError("The attention of vLLM has its own kernels: q, k, v and z work, no pattern.")
@@ -443,7 +449,10 @@ _PRODUCTS: Final = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__m
 
 
 def follow(z: Tensor) -> Tensor:
-    """Have the `FollowHeads` around follow what the heads read: it knows this call, in compiled code too."""
+    """Have the `FollowHeads` around follow what the heads read.
+
+    It knows a tensor viewed as itself for this call (`OutputProjection.call`), in compiled code too.
+    """
     return z.view_as(z)
 
 
@@ -482,12 +491,12 @@ class OutputProjection:
         self._followed: list[_Followed] = []
         self._was_seen = False
         self._fault = ""
-        """What the model does with the heads that no head alone can be told from; raised when the forward is over, as
-        torch takes an error inside of an operator for one of its types."""
+        """What the model does with the heads after which one head cannot be told from the others. It is raised when the
+        forward is over: torch would take an error raised inside of an operator for one about types."""
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function; note what becomes of the tensor that is followed."""
-        if func is Tensor.view_as and args[0] is args[1]:
+        if func is Tensor.view_as and args[0] is args[1]:  # `follow`
             self._z, self._followed, self._was_seen = args[0], [_Followed(args[0], (0, 1, 2, 3))], False
             return args[0]
         found = [each for each in self._followed if any(each.tensor is given for given in (*args, *kwargs.values()))]

@@ -1,8 +1,12 @@
 """Attach one hook to every module of the process, or to every optimizer.
 
-Users call `attach_everywhere`. It hooks the modules that are there, like any others; torch's own global pre-hook shows
-us each that is built later when it is called for the first time. So such a hook keeps every promise of a module hook,
-and a transformer layer that would skip its children in a fused inference path sees their hooks and does not.
+Users call `attach_everywhere`; so do `PrecisionChecker`, and `OptimizerSteps` of a watch. It hooks the modules that are
+there, like any others. One global pre-hook of torch shows us each module that is built later, when that is called for
+the first time. So such a hook keeps every promise of a module hook, and a transformer layer that would skip its
+children in a fused inference path sees their hooks and does not.
+
+Hooks come on and go off under ``module_hooks.LOCK``. `_first_sight` runs in every module call of the process and is
+traced where the compiler meets it: its common way out must stay short, and while tracing it may only warn.
 """
 
 from __future__ import annotations
@@ -94,6 +98,7 @@ class _ModulesEverywhere:
         self.attachments: tuple[Attachment, ...] = ()
         self._global: RemovableHandle | None = None
         self.generation = 0
+        """How often a hook was added. `ModuleHooks.covered` has the generation up to which a module has all hooks."""
         self.said = 0
         """For which generation it was said that compiled code is not reached."""
 
@@ -117,9 +122,9 @@ class _ModulesEverywhere:
             self._global = None
 
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Hook a module that is not, and all below it, as its call begins; run its own pre-hooks.
+        """Hook a module that has not been seen, and all below it, as its call begins.
 
-        The list that torch goes through in this call is made already.
+        Its pre-slots have to be run here: torch has made the list of pre-hooks of this call already, without them.
         """
         if is_dynamo_compiling():
             if not _has_slot(module):

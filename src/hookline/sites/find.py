@@ -1,6 +1,9 @@
 """List sites and hooks without changing anything: ``find``, ``attached`` and ``assert_no_hooks``.
 
-Users call these; they read the hooks of every site type.
+Users call these. ``hookline find`` and the server call `find`; `doctor` and the guard's snapshot call `attached`;
+`check_hook` calls `assert_no_hooks`. They read the hooks of modules, parameters and optimizers, and those on no model
+in particular; hooks on tensors and graph nodes are in no list. A new kind of place for hooks has to be read in
+`_own_entries` or `_attachments`: the guard takes off what an intervention has left by what `attached` returns.
 """
 
 from __future__ import annotations

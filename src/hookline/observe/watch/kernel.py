@@ -1,10 +1,14 @@
 """Add the statistics of many tensors on a GPU to their rows, in two launches; count their exponents in one.
 
-The engine calls it, and `GraphHandover` for compiled code. The programs in `triton_programs` read each tensor once,
-and add what they found to rows. Nothing waits for the device and nothing comes back from it; one small table goes up
-through pinned memory. Training takes the same memory at each step: where all tensors lie as they lay once, the table is
-on the device already, the launches are worked out, and the host only makes them. Not for a CUDA graph that is being
-recorded: the table would have to be the same in each replay.
+`StatsEngine` makes one `Kernel` for each device and calls it; for compiled code `GraphHandover` does too. The
+fingerprints of ``debug.compare`` use the helpers (`is_available`, `on_device`, `kernel_types`). The programs in
+`triton_programs` read each tensor once, and add what they found to rows. Nothing waits for the device and nothing comes
+back from it; one small table goes up through pinned memory. Training takes the same memory at each step. So where all
+tensors lie at the addresses of an earlier step, the table is on the device already and the launches are known: the host
+only makes them. Not for a CUDA graph that is being recorded: the table would have to be the same in each replay.
+
+The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
+arguments is written down there a second time. Change both files together.
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.
@@ -33,7 +37,8 @@ if TYPE_CHECKING:
 JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
 FIELDS: Final = 6
-"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
+"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0.
+`triton_programs.FIELDS` has to be the same; the tables of ``debug.compare.fingerprint`` have as many fields."""
 _ALIGNMENT: Final = 16
 """The bytes that a thread reads at a time."""
 _CALLS: Final = 128
@@ -54,6 +59,7 @@ _ROWS_AT_A_TIME: Final = 2048
 """Rows of compiled code that a program takes at a time."""
 _COUNTED: Final = 4096
 """Numbers whose exponents are counted at a time; a program ends with up to 256 atomic additions."""
+# By dtype, the part of the PTX instructions (min.NaN.bf16x2) that compare two numbers at a time.
 _PAIRS: Final = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
 _NARROW: Final = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
 READ: Final = frozenset({*_NARROW, torch.float64, torch.int32, torch.int64})
@@ -111,6 +117,7 @@ class Kernel:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._width = layout.width
         self._num_added = len(layout.added)
+        # The program counts a power of two of thresholds; those that are too many are infinite.
         self._over = 1 << (len(layout.thresholds) - 1).bit_length() if layout.thresholds else 0
         spare = [torch.inf] * (self._over - len(layout.thresholds))
         self._thresholds = torch.tensor([*layout.thresholds, *spare], dtype=torch.float64, device=device)
@@ -164,7 +171,11 @@ class Kernel:
             self._launch("fold_rows", None, (table.numel() // 4, 3, 1), arguments)
 
     def add_found(self, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
-        """Add what compiled code has found by row in several tensors, each apart; all have the last one's scale."""
+        """Add what compiled code has found by row in several tensors, not yet joined in one buffer.
+
+        An item is the row of a place, the five parts found, how many numbers an entry stands for, and the scale, which
+        is the same in all items.
+        """
         with on_device(self._device):
             for some in rounds_of(items, by=0):
                 table: list[int] = []
@@ -226,7 +237,10 @@ class Kernel:
         return divisors[id(scale)].data_ptr()
 
     def _work_out(self, uses: Sequence[_Use]) -> Callable[[], None]:
-        """Put on the device who reads what, and return the call that launches it; no row may come twice."""
+        """Put on the device which program reads what, and return the call that launches them; no row may come twice.
+
+        The first part of the table has a job for each tensor, the second the address of each row and its job's number.
+        """
         groups: dict[tuple[torch.dtype, bool], dict[tuple[int, int, int], list[int]]] = {}
         for address, size, scale, dtype, row in uses:
             jobs = groups.setdefault((dtype, address % _ALIGNMENT == 0), {})

@@ -1,8 +1,12 @@
 """Watch a model once for all who listen to its steps, and hand out the statistics of each step without waiting.
 
-`alarm`, `BadOperationFinder` and `FlightRecorder` call `listen`, and each ends its steps when it likes; a trigger takes
-losses alone, by `ArrivingSteps`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that
-runs beside the next step. A `RowPart` says which of its bad places was the first, as far as that is known.
+`alarm` calls `listen`, and so do `BadOperationFinder` and `FlightRecorder` of ``debug.first_bad``. Each gets a
+`StepListener` and ends its steps when it likes. All listeners of a model share one `StepMonitor`, which has one
+`Watch`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that runs beside the next
+step. A `RowPart` says which of its bad places was the first, as far as that is known.
+
+`StepMonitor` uses private parts of `Watch` (``_sites``, ``_switch``, ``_engine``, ``_passes``): change them together.
+What belongs to one listener is kept in its `StepListener`, so that one does not change what another one sees.
 """
 
 from __future__ import annotations
@@ -55,7 +59,10 @@ class PlaceRow:
 
     @property
     def is_first_call(self) -> bool:
-        """Whether it is known to have been bad in its first call: in all of them, or in the only one."""
+        """Whether it is known to have been bad in its first call: in all of them, or in the only one.
+
+        A place without NaN and infinity, as that of a spike, counts as bad in one call.
+        """
         return bool(self.row[FIRES] == (self.row[BAD] or 1.0))
 
 
@@ -195,7 +202,7 @@ class StepRows:
 
 
 class ArrivingSteps:
-    """Steps whose numbers are on their way to the host."""
+    """Steps whose numbers are on their way to the host; the base of `StepListener`."""
 
     def __init__(self) -> None:
         self._pending: deque[StepRows] = deque()
@@ -266,7 +273,11 @@ class StepMonitor:
         self._ordered_rows: dict[torch.device, int] = {}
 
     def add(self, listener: StepListener) -> None:
-        """Watch for one more, by a new watch of all that is asked for: its rows are numbered by first calls."""
+        """Watch for one more listener.
+
+        A new watch of all that is asked for takes the place of the old one: rows are numbered in the order of first
+        calls, so no place can be added to a watch that has begun.
+        """
         listeners = [*self._listeners, listener]
         made = nothing_watched(self._watch.model, [name for each in listeners for name in each.stats])
         try:
@@ -329,7 +340,7 @@ class StepMonitor:
 
 
 _MONITORS: Final[WeakValueDictionary[int, StepMonitor]] = WeakValueDictionary()
-"""Those that somebody listens to, by the identity of the model, which they keep."""
+"""By the identity of the model. A monitor keeps its model alive, and its listeners keep the monitor alive."""
 
 
 def listen(

@@ -1,8 +1,13 @@
 """Hold tensors that were seen on a GPU, and have many of them reduced at once.
 
-The engine gives it tensors with their places; it calls the engine back at the end of a forward or backward pass, or
-when numbers are asked for. A launch for each tensor takes the host longer than many a layer does; a note takes 2 µs. A
-CPU has the tensor in its cache at once, and not later, so nothing is held there.
+`StatsEngine` and `DeviceFingerprints` (of traces) make one `PendingTensors` for each device and give it tensors with
+their places; it calls them back at the end of a forward or backward pass, or when numbers are asked for. Watch hooks
+and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and ``factories.streaming_stats`` use
+`streams_of`, the latter `limit_of` too. A launch for each tensor takes the host longer than many a layer does; a note
+takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held there.
+
+A place is a `WatchedPlace`, or the ``_Place`` of ``debug.compare.recorder``. Both have the attributes ``deferred`` and
+``silent``, which are set here.
 
 A tensor may be changed in place before it is reduced, and then its numbers would be wrong. So the first tensor of a
 place is reduced at once, and its version is compared later. Where it was changed, tensors are always reduced at once.
@@ -33,6 +38,7 @@ _CPU: Final = torch.device("cpu")
 _STRIDED: Final = torch.strided
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
+"""Bytes; see `limit_of`."""
 _MOST_CHECKS: Final = 4096
 """How many firings at places that are not known are remembered; that is more than a step has."""
 
@@ -51,7 +57,7 @@ def limit_of(device: torch.device) -> int:
 _Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
 _Note: TypeAlias = "tuple[WatchedPlace, Tensor, Any]"
-"""The fields of a `Note`: a class of Python's takes longer to make than all else here."""
+"""Place, tensor and its scale, as ``engine.Note``: to make an object of a class takes longer than all else here."""
 
 
 class PendingTensors:
@@ -92,11 +98,10 @@ class PendingTensors:
     def note(self, place: Any, tensor: Any, scale: Any = None, task: int | None = None) -> bool:
         """Keep a tensor for later; return False if that cannot be done.
 
-        ``place`` is a `WatchedPlace`, or what a trace has in its stead; ``task`` is the backward pass that is running,
-        if that is known.
+        ``task`` is the backward pass that is running, if that is known.
 
-        One function without helpers: a call costs a microsecond here, where nothing is in the CPU's cache. What can be
-        asked of the tensor later is asked when it is reduced.
+        One function without helpers, since a call costs a microsecond here: nothing is in the CPU's cache. Ask the
+        tensor nothing that can be asked when it is reduced.
         """
         if (
             type(tensor) is not Tensor

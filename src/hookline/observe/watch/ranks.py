@@ -1,7 +1,12 @@
 """Reduce the statistics of a watch over all ranks: those of one process that has seen the whole batch.
 
-`Watch.to_metrics` calls it on every rank of a distributed run. Columns that are added are summed, replicas counted
-once; of the others the largest is kept. An `Exchange` gathers the numbers of all ranks, and adds them up.
+`watch` makes a `RankStats` for each `Watch`, and `Watch.to_metrics` calls it in a distributed run; its report shows
+`left_out`. Columns that are added are summed, replicas counted once; of the others the largest is kept. An `Exchange`
+(``distributed.reduce``) gathers the numbers of all ranks, and adds them up.
+
+Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
+(``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
+has to be known here too (`_kind`, `_shard`).
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _MODULES: Final = ("forward", "backward")
 _PARAMETERS: Final = ("param", "param_grad")
 _LOCAL: Final = "param_grad_local"
 _UNITS: Final = "\x1f"
-"""Stands between a label and what is kept per unit; no name of a module has it."""
+"""Stands between a label and the name of a statistic that is kept per unit; no name of a module has this character."""
 _SEVERAL_STAGES: Final = "ranks hold different parts of this module (stages of a pipeline), so there is no one output"
 _SPLIT_UNITS: Final = (
     "dead_fraction is left out: ranks of a tensor-parallel group hold different numbers here, and nothing says whether "
@@ -132,8 +137,8 @@ class RankStats:
     def _check(self, holdings: dict[str, Holding]) -> None:
         """Raise if a rank lacks modules that the others have; note the places that cannot be reduced.
 
-        Stages of a pipeline have next to nothing in common. Two ranks with most, but not all, places in common are no
-        stages: one lacks a module, or has one too many.
+        Stages of a pipeline have next to nothing in common. Two ranks that share most places, but not all, are no
+        stages: one of them lacks a module, or has one too many.
         """
         self.left_out = {}
         containers = _containers(holdings)

@@ -1,10 +1,16 @@
 """Say which statistics a watch keeps, find the row of a tensor, merge rows, and turn them into metrics and a table.
 
-`Watch` and `StatsEngine` ask a `Layout` for the columns; ``activation_stats`` and ``nan_alarm`` do, too. The engine
-calls `reduce` for a tensor on a CPU, and `reduce_on_device` on devices that have no kernel.
+Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
+asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU, by `reduce_on_device` on
+devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine, `RankStats`, `Watch` and the
+ready hooks make metrics and tables of them.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
+
+The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device` and
+`row_of_parts`, and by number in ``triton_programs``: change all together. A new statistic that columns of today can
+tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and its name in the sets of what it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
 _OF_SQUARES: Final = frozenset({"mean", "std", "norm", "rms"})
-"""A mean too: squares tell whether it is so far from 0 that it has to be taken again about itself."""
+"""A mean too: from squares `_moments` sees that it is so far from 0 that sums have to be taken about it once more."""
 _OF_SUMS: Final = frozenset({"mean", "std"})
 _EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
@@ -161,9 +167,9 @@ def as_metrics(cells: Mapping[str, float], layout: Layout) -> dict[str, float]:
 
 
 def metrics_of(rows: NDArray[np.float64], layout: Layout, prefixes: Sequence[str]) -> dict[str, float]:
-    """Return the statistics of every row that has counted something, by its prefix and their name.
+    """Return the statistics of every row that has counted something, by its prefix and the name of the statistic.
 
-    Once something was not finite, its counts and the extremes of the rest are reported whether asked for or not.
+    Once something was not finite, `_AFTER_NONFINITE` are reported whether asked for or not.
     """
     count, bad = rows[:, COUNT], rows[:, BAD]
     names = [name for name in layout.stats if name not in layout.by_unit]
@@ -296,7 +302,7 @@ def reduce(tensor: Tensor, layout: Layout, factor: float = 1.0) -> list[float]:
 
 
 def _once(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor that repeats itself, as the gradient of a sum does, without repetitions, and their number."""
+    """Return a tensor without the repetitions of an expanded one (the gradient of a sum is one), and their number."""
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -305,7 +311,7 @@ def _once(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
-    """Return the row of a block; thresholds are in multiples of ``unit``."""
+    """Return the row of a block, by columns of `Layout.names`; thresholds are in multiples of ``unit``."""
     count = block.numel()
     low, high = extremes(block) if layout.extremes else (math.inf, -math.inf)
     total, squares = _moments(block, layout, low, high) if layout.squares else (0.0, 0.0)
@@ -326,7 +332,10 @@ def extremes(block: Tensor) -> tuple[float, float]:
 
 
 def _moments(block: Tensor, layout: Layout, low: float, high: float) -> tuple[float, float]:
-    """Return sum, 0 where it is not needed, and sum of squares; ``low`` is above ``high`` where they are not known."""
+    """Return the sum (0 where it is not needed) and the sum of squares.
+
+    ``low`` and ``high`` are the extremes; where they are not known, ``low`` is above ``high``.
+    """
     count = block.numel()
     if low == high:  # all the same
         return count * low, count * low * low

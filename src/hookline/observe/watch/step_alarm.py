@@ -1,7 +1,10 @@
 """Say which rank, micro-batch and layer was the first with NaN, infinity or a spike.
 
-Users call `alarm`. It listens to the steps of the model (`monitor`), forward by forward, and judges a step when it is
-over.
+Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
+and judges a step when it is over, in `StepAlarm._end_step`.
+
+It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`: only there is every rank
+known to take part. Another kind of trouble is a word in `_WORDS`, which `_judge` finds and `_find` puts in order.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ _LOGGED: Final = 10
 _HISTORY: Final = 5
 """Micro-batches that a place is seen in before one can be a spike."""
 _SMOOTHING: Final = 0.9
+"""The share of the old mean in the running mean of the norms of a place."""
 _WORDS: Final = ("NaN", "Inf", "spike")
 
 
@@ -193,7 +197,7 @@ class StepAlarm(ShownAsTable):
     # -- at steps --------------------------------------------------------------------------------------------
 
     def _end_step(self, *args: Any) -> None:
-        """Judge the step that is over, micro-batch by micro-batch; one of an intervention is none of the run."""
+        """Judge the step that is over, micro-batch by micro-batch; a step that an intervention makes is passed over."""
         if phase() == "intervention":
             return
         self._listener.end_step(self._steps)
@@ -219,7 +223,10 @@ class StepAlarm(ShownAsTable):
             self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))
 
     def _judge(self, place: str, row: NDArray[np.float64]) -> tuple[str, float, float]:
-        """Return what is wrong with one place in one micro-batch, nothing or of `_WORDS`; its value, the usual one."""
+        """Return what is wrong with one place in one micro-batch (a word of `_WORDS`, or ""), its value, the usual one.
+
+        It also takes the norm into the running mean of the place: call it once for each row.
+        """
         fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
         if bad:
             # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.

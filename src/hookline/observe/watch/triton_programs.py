@@ -1,4 +1,9 @@
-"""Reduce tensors on the GPU: programs in Triton, which `Kernel` launches and nothing else imports.
+"""Reduce tensors on the GPU: programs in Triton, which `Kernel` launches by name.
+
+Only `Kernel` (by `program_named`, when it first launches one) and ``debug.compare.triton_fingerprint`` (`job_of`,
+`FIELDS`) import this file, since Triton may not be installed. The columns of a row stand here as numbers (2 is the sum,
+3 the squares, up to 7; behind the thresholds, from ``num_added`` on, the extremes): ``row.py`` has their order. Tables
+and arguments are read by position, as ``kernel.py`` writes them. Change the files together.
 
 ``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which ``merge_slots`` adds to
 rows. No program writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a
@@ -22,7 +27,8 @@ INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 FIELDS = tl.constexpr(6)
-"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
+"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0. The same
+number as `kernel.FIELDS`, and the same order as there."""
 _SAMPLE = tl.constexpr(32)
 """How many numbers the centre is the mean of: as many as a warp has threads, so that no warp waits for another."""
 
@@ -136,7 +142,7 @@ def reduce_chunks(
 
     ``jobs`` tells which program begins which tensor. Programs are numbered from ``offset`` on, for launches that share
     the slots. LOWER and HIGHER are the instructions that compare two numbers of 16 bits at a time, empty for none. OVER
-    thresholds are counted, a power of two; what is too many of them is infinite.
+    is how many thresholds are counted, a power of two; those that fill it up are infinite.
     """
     program = offset + tl.program_id(0)
     job = job_of(program, jobs, num_jobs, JOBS)
@@ -170,6 +176,7 @@ def reduce_chunks(
     place = numbers
     if PAIRS:
         words = place.to(tl.pointer_type(tl.int32))
+        # What comparing begins with: twice infinity, and twice minus infinity, as the bits of two numbers.
         if ELEMENT == tl.bfloat16:
             low_pair = tl.full([LANES], 0x7F807F80, tl.int32)
             high_pair = tl.full([LANES], -0x007F0080, tl.int32)
@@ -224,7 +231,7 @@ def reduce_chunks(
     about, spread, least, most, num_zeros = tl.reduce((sum_, squares, low, high, zeros), 0, _joined)
     is_usual = is_finite(least) & is_finite(most) & is_finite(about) & is_finite(spread)
     is_usual = is_usual & ((spread >= _TINY) | (least == most))
-    # From here in float64: what was taken about the centre, about zero.
+    # From here in float64, and sums about the centre become sums about zero.
     about = about.to(tl.float64)
     middle = centre.to(tl.float64)
     count = left.to(tl.float64)
@@ -280,7 +287,7 @@ def merge_slots(
     count = tl.load(job + 1)
     size = tl.load(job + 3)
     scale = tl.load(job + 5)
-    cell = row.to(tl.pointer_type(tl.float64)) + number
+    cell = row.to(tl.pointer_type(tl.float64)) + number  # the number of a column
     before = tl.load(cell)
     if number == 0:
         tl.store(cell, before + 1.0)  # fires
@@ -387,10 +394,10 @@ _BINS = tl.constexpr(256)
 
 @triton.jit(do_not_specialize=range(2))
 def count_exponents(jobs: tl.int64, num_jobs: tl.int64, ELEMENT: tl.constexpr, JOBS: tl.constexpr, WIDTH: tl.constexpr):
-    """Count one share of one tensor.
+    """Count the exponents of one share of one tensor.
 
-    A job has its first program, the address of its bins, and of its numbers, how many, a program's share, and the
-    address of the scale or 0.
+    A job has its first program, the address of its bins, the address of its numbers, how many these are, the share of a
+    program, and the address of the scale or 0.
     """
     program = tl.program_id(0).to(tl.int64)
     job = job_of(program, jobs, num_jobs, JOBS)

@@ -1,8 +1,13 @@
 """Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
-Users call `watch`. It puts hooks on by `WatchSites`, counts `Steps`, and reads metrics from the `StatsEngine`, in a
-distributed run by way of `RankStats`. For ``budget=`` a `BudgetedSchedule` says which steps are due: it compares steps
-with the hooks and steps without, and `Steps` tells it when one begins, which is when the one before is over.
+Users call `watch`, and so does ``analyses.layers``. A `StepMonitor` makes a `Watch` of its own by `nothing_watched`.
+Loops report a watch as a tracker (`TrackerHook`: ``to_metrics``, ``reset``, ``state_dict``). It puts hooks on by
+`WatchSites`, counts `Steps`, and reads metrics from the `StatsEngine`, in a distributed run by way of `RankStats`. For
+``budget=`` a `BudgetedSchedule` says which steps are due: it compares steps with the hooks and steps without, and
+`Steps` tells it when one begins, which is when the one before is over.
+
+A watch must change no bit of a run and wait for no device before it is asked. Metrics are named "place/kind/statistic":
+the report of a run knows the kinds by these names (`report.metric_series.KINDS`).
 """
 
 from __future__ import annotations
@@ -177,7 +182,7 @@ class Watch(ShownAsTable):
         """Whether optimizers were given."""
         self._ranks = RankStats(self._engine, model)
         self.on_forget: Callable[[], None] = lambda: None
-        """Called when what was counted turns out to be no training, and is dropped; a monitor of steps sets it."""
+        """Called when what was counted turns out to be no training, and is dropped; `StepMonitor` sets it."""
         self._removed = False
 
     def to_metrics(self, *, reset: bool = False, local: bool = False) -> dict[str, Any]:
@@ -421,7 +426,8 @@ class TimeMark:
 class BudgetedSchedule:
     """Say which steps are due: those of a schedule, or as many of them as the budget allows.
 
-    Every second one is, until enough were timed; then the interval is set, once. Nothing waits for a device.
+    Every second step of the schedule is due until enough were timed; then the interval is set, once. Nothing waits for
+    a device.
 
     Args:
         schedule: The steps to choose from.

@@ -5,7 +5,13 @@ backward is. There ``enter`` and ``leave`` watch the call exactly as an eager on
 comes by with fake gradients, and what would have been a call of the hooks becomes an operator in the backward graph.
 So a compiled call reports the same gradients, in the same order, as an eager one, and nothing is rounded otherwise.
 
-Takes the plan of the hooks as a text: it is part of the graph, and the compiler's caches must not mix two plans up.
+`ModuleHooks` asks `plan_of`; ``trace_hooks`` puts ``enter`` and ``leave`` into the graph, with that plan as a text: it
+is part of the graph, and the compiler's caches must not mix two plans up. ``op_runtime`` runs the operators that are
+put into the backward here, and reads their text by `What`.
+
+All here runs on fake tensors, without a module: it must read no values. `GradientCall` and `BackwardCall` know of the
+hooks only what `_TracedHooks` has from the plan. An attribute of the hooks that they read and the plan lacks has the
+default of `GradientHooks`, without an error: put each such attribute into `plan_of` and `_TracedHooks`.
 """
 
 from __future__ import annotations
@@ -27,28 +33,34 @@ if TYPE_CHECKING:
     from hookline.sites.gradients.call_gradients import CallState
 
 GRADIENTS: Final = "gradients"
-"""The first word in the text of a summary of gradients."""
+"""The first word in the text of a summary of gradients, by which ``op_runtime`` knows one."""
 
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
+"""In place of the hooks of a kind: while tracing, it is only asked whether there are any."""
 _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
 _VERSION: Final = "1"
-"""Part of the text that the compiler knows graphs on the disk by: another for each change of what they mean. Digits."""
+"""Part of the text by which the compiler knows graphs on the disk: raise it when the same plan means another graph.
+Digits alone, since each letter in a plan says something about the hooks."""
 
 
 def plan_of(hooks: GradientHooks) -> str:
-    """Return what the wiring has to know of the gradient hooks on a module, in letters; empty if there are none."""
+    """Return what the wiring has to know of the gradient hooks on a module, as a text; empty if there are none.
+
+    Such as ``"1+3 pa"``: the version, the numbers of summaries, letters. `_TracedHooks` reads all but "a" and "l",
+    which ``trace_hooks`` reads. It is a field of a slot's recipe and of the text of ``enter``: no "/" and no "|" in it.
+    """
     if not hooks.has_gradients:
         return ""
     once = hooks.uses_input_once and hooks.watches_inputs
     summaries = [entry.attachment.summary for entry in hooks.backward_pre if entry.attachment.summary is not None]
     numbers = "".join(f"+{number}" for number in sorted({ops.keep_maker(summary) for summary in summaries}))
     letters = {
-        "p": len(summaries) < len(hooks.backward_pre),
+        "p": len(summaries) < len(hooks.backward_pre),  # hooks on gradients of outputs that are called
         "b": bool(hooks.backward),
         "o": hooks.edits_outputs,
         "i": hooks.edits_gradients,
-        "u": once,
+        "u": once,  # the inputs are watched, and the module uses its one input once
         "a": once or hooks.edits_gradients,  # inputs go in as aliases
         "l": hooks.begins_late,  # inputs are noted after the call
     }
@@ -56,7 +68,11 @@ def plan_of(hooks: GradientHooks) -> str:
 
 
 class What:
-    """The hooks that an operator in the backward graph runs, and the gradients they get, read from its text."""
+    """The hooks that an operator in the backward graph runs, and the gradients they get, read from its text.
+
+    `_TracedCall.fire` writes the text, five fields: "pre" or "post", a mask (`_mask`) of the gradients of this kind,
+    one of the others, the names of the inputs, the names of the outputs. Change both together, and raise `_VERSION`.
+    """
 
     def __init__(self, text: str) -> None:
         kind, places, more, inputs, outputs = text.split("|")
@@ -95,7 +111,7 @@ _traced_hooks: Final = functools.lru_cache(maxsize=None)(_TracedHooks)
 
 
 class _TracedCall(GradientCall):
-    """One call in a graph that is being traced."""
+    """One call in a graph that is being traced: `GradientCall` wires it, `fire` puts an operator into the backward."""
 
     def __init__(self, hooks: _TracedHooks, key: Tensor, names: str) -> None:
         super().__init__(hooks, None, next_order())
@@ -134,12 +150,14 @@ class _TracedCall(GradientCall):
 
 
 def _serial_on(key: Tensor) -> int:
+    """Return how many operators of this trace have asked: of two equal ones the compiler would keep one."""
     serial: int = getattr(key, _SERIAL, 0)
     setattr(key, _SERIAL, serial + 1)
     return serial
 
 
 def _mask(grads: Grads) -> str:
+    """Return which places have a gradient, in ones and zeros; `_spread` reads it."""
     return "".join("0" if grad is None else "1" for grad in grads)
 
 
@@ -165,13 +183,15 @@ def _leave(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _spread(places: str, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return the tensors at the places of a mask, None at the others."""
     stream = iter(tensors)
     return tuple(next(stream) if place == "1" else None for place in places)
 
 
 def _calls_on(key: Tensor) -> list[CallState]:
-    """Return the calls under way that this key was given for, in this thread: kept by the tensor, and gone with the
-    trace.
+    """Return the calls of this key that are under way in this thread, the innermost last.
+
+    The tensor that is the key in a trace keeps them, so they are gone with the trace.
     """
     by_thread: dict[int, list[CallState]] | None = getattr(key, _CALLS, None)
     if by_thread is None:

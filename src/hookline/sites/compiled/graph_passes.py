@@ -1,8 +1,12 @@
 """Arrange in the compiler's graphs what they hand over: few operators, each reduction where its tensor is made.
 
-`hand_over_late` of ``observe.watch.graph`` calls `arrange` while a graph is traced. Inductor then calls
-`_arrange_joint` with the graph of forward and backward, before it divides that, and `_arrange_side` with either side
-afterwards.
+While a graph is traced, `hand_over_late` of ``observe.watch.graph`` calls `arrange`, which nobody else calls. Inductor
+then calls `_arrange_joint` with the graph of forward and backward, before it divides that, and `_arrange_side` with
+either side afterwards.
+
+The passes may move and join our own operators and must leave the results of all others as they are. They read the
+arguments of ``sink`` by position (2: the tensors found, 3: ``each``, see `op_schemas.Found`) and write the text of
+``sink_all`` by `op_schemas.line_of`, which ``op_runtime`` reads. Raise `_VERSION` with any change of what they do.
 
 Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of
 the forward, and what comes behind an operator that it cannot join with others is not to be computed again. What was
@@ -25,14 +29,15 @@ from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 
 _VERSION: Final = "7"
-"""Part of what the compiler knows graphs on the disk by: another for each change of this file."""
+"""Part of what the compiler knows graphs on the disk by: another for each change of what is done here."""
 _SMALL: Final = 1 << 20
 _SMALL_TOGETHER: Final = 64 << 20
-"""Bytes of a tensor that is handed over whole together with others where there is no backward, and of all of them."""
+"""Bytes at most, where there is no backward, of one tensor that is handed over whole together with others, and of all
+of these."""
 _HELD: Final = 64
 _HELD_IN_GRAPHS: Final = 512 << 20
-"""Whole tensors that are held to be handed over together, where a backward keeps most of them anyway: this part of the
-memory of a GPU; with CUDA graphs, whose memory is not shared with anything else, at most so many bytes."""
+"""Whole tensors are held to be handed over together, where a backward keeps most of them anyway: one part in `_HELD` of
+the memory of a GPU; with CUDA graphs, which share their memory with nothing else, at most so many bytes."""
 _MOST_ROWS: Final = 1 << 18
 """One program adds up all rows of a tensor; of more, several should."""
 _NOT_KEPT: Final = ("eager_input_vals", "val", "tensor_meta")
@@ -81,9 +86,10 @@ def _arrange_joint(graph: Any, found: _Found) -> None:
 
 
 class _Early:
-    """Moves reductions to where tensors are made, in as many graphs as are to come."""
+    """Moves reductions to where tensors are made, in as many graphs as are to come: one for each side."""
 
     left = 0
+    """How many are to come; for the process, as inductor's pass is."""
 
     @classmethod
     def begin(cls, find: Any, sides: int) -> None:
@@ -123,11 +129,12 @@ def _is_tangent(node: Any) -> bool:
 
 
 def _is_whole(node: Any) -> bool:
-    """Return whether a call hands over a tensor as it is, or nothing but that there was an output."""
+    """Return whether a call of ``sink`` hands over a tensor as it is, or no tensor and so counts a firing alone."""
     return bool(node.args[3] == 1)
 
 
 def _is_by_row(node: Any, find: Any) -> bool:
+    """Return whether a call of ``sink`` hands over what ``find`` has found by row."""
     return node.args[3] > 1 and all(_comes_from(find, part) for part in node.args[2])
 
 
@@ -299,6 +306,6 @@ def _replace(graph: Any, calls: list[Any], target: Any, args: tuple[Any, ...], a
 def _put(graph: Any, target: Any, args: tuple[Any, ...], value: Any, after: Any, like: Any) -> Any:
     with graph.inserting_after(after):
         node = graph.call_function(target, args)
-    # Of one operator's arguments, where it was traced; without it, the compiler may lay ours out as it likes.
+    # Notes say, for one, how the arguments lay when they were traced: without, the compiler chooses their strides.
     node.meta.update({name: note for name, note in like.meta.items() if name not in _NOT_KEPT}, val=value)
     return node

@@ -1,6 +1,12 @@
 """Run the hooks that are on when a compiled graph comes to one of our operators.
 
 The operators of ``op_schemas`` call these functions, which find the `ModuleHooks` by its key and run its entries.
+Nobody else calls them: ``attach`` imports the file so that they are there.
+
+The texts that come with the operators are written while the compiler traces: by ``trace_hooks`` (`_Shown` reads its six
+fields), ``compiled_gradients`` (`What`, `_number_in`) and ``graph_passes`` (`op_schemas.read_line`). Change both ends
+together. A hook is handed copies, since the compiled program uses the memory again; what an edit changes in place would
+be lost, and raises. Hooks come and go while a graph stays: each call looks up those that are on now.
 """
 
 from __future__ import annotations
@@ -48,9 +54,10 @@ class _NotedCall:
 
 
 _NOTED: Final[OrderedDict[int, _NotedCall]] = OrderedDict()
+"""By the number that ``note`` returned, which goes to ``grads`` and ``edit`` in the backward."""
 _NUMBERS: Final = itertools.count()
 _KEPT: Final = 1 << 14
-"""A forward whose backward never comes leaves its marks; more calls than this are not under way at once."""
+"""How many calls are kept noted, the oldest go: a forward whose backward never comes would leave its calls there."""
 
 
 def _nothing(*args: Any) -> None:
@@ -58,6 +65,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _token(*args: Any) -> Tensor:
+    """Return a tensor without meaning: an operator that takes in that of another one comes after it."""
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
@@ -70,11 +78,15 @@ def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
 
 
 _ONLY_OUTPUT: Final = "('(','builtins:tuple',('(','builtins:tuple',),('{','builtins:dict',),'T',)"
-"""The layout that most observers read: no arguments, and one tensor as the output."""
+"""The layout that most observers read, as `describe` writes it: no arguments, and one tensor as the output."""
 
 
 class _Shown:
-    """One step of a compiled call, read from its text: a group of observers, or a hook that edits."""
+    """One step of a compiled call, read from its text: a group of observers, a hook that edits, or a summary.
+
+    ``trace_hooks`` writes the text: serial number, slot, steps, place, "g" with gradients on, layout. The layout is
+    last, as it may contain "|". Slot and steps find the `Slot` of now (`ModuleHooks.slot_for`), the place its step.
+    """
 
     __slots__ = ("_layout", "_place", "_slot", "_steps", "grad")
 
@@ -126,7 +138,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
         return
     may_edit = bool(tensors) and any(entry.attachment.order_group is _EDIT for entry in entries)
     counting = torch.is_inference_mode_enabled() and may_edit
-    with torch.inference_mode(False) if counting else _NO_CONTEXT:  # what it makes does not know if it was changed
+    with torch.inference_mode(False) if counting else _NO_CONTEXT:  # tensors of inference mode have no version
         copies = [tensor.detach().clone() for tensor in tensors]
     values = shown.values(copies, numbers, reals)
     run_one = run_one_post if len(values) == 3 else run_one_pre
@@ -166,7 +178,7 @@ def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
 
 
 def _receiving(key: Tensor, text: str) -> Iterator[tuple[HookAtSite, Summary, nn.Module]]:
-    """Return the hooks that are on by now and that a summary in a graph is for, with what receives it."""
+    """Yield the hooks that are on now and that a summary in a graph is for, each with its `Summary` and module."""
     module_hooks: ModuleHooks | None = hooks_with_key(key)
     module = module_hooks.module() if module_hooks is not None else None
     if module_hooks is None or module is None:
@@ -222,11 +234,12 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
 
 
 _GRAPHS: Final = 64
-"""So many graphs of a model are remembered; more are compiled only where something goes wrong."""
+"""For so many operators of a model receivers are remembered; more come only where something goes wrong."""
 
 
 @ops.behind(ops.NOTE, _token)
 def _note(key: Tensor, serial: int) -> Tensor:
+    # The serial number is not read: it keeps the compiler from taking two calls for one.
     number = next(_NUMBERS)
     module_hooks: ModuleHooks | None = hooks_with_key(key)
     if module_hooks is not None:

@@ -16,7 +16,12 @@ on at that moment count, so removal takes effect at once.
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,
            because without a reason the compiler keeps no order
 
-Two calls with the same arguments would be taken for one, so each has a serial number in its graph.
+Two calls with the same arguments would be taken for one, so each has a serial number in its graph. It counts from 0 in
+each compilation, so that the compiler's caches find the same graph again.
+
+A new operator is a row of `_SCHEMAS`, a `_define`, and a function `behind` it or `while_tracing`. Graphs on the disk
+know an operator by its name: one that means something else needs another name. ``watch`` and the ready hooks of
+``factories`` have a `Summary` each; `ModuleHooks` and `plan_of` keep what makes it (`keep_maker`).
 
 An operator gets memory that the compiled program uses again, so hooks get copies. A gradient may be edited behind an
 operator because nothing differentiates a compiled backward; ``edit`` refuses where something would.
@@ -34,7 +39,8 @@ from torch import Tensor
 from hookline.sites import _torch
 
 Found: TypeAlias = tuple[list[Tensor], int]
-"""What a graph has found, and a number known while it was traced that the receiver needs."""
+"""What a graph has found, and a number that is known while it is traced: the last two arguments of ``sink``. The number
+says how many numbers each entry stands for (`Share.each`); 1 for a tensor as it is."""
 
 
 class Share(NamedTuple):
@@ -56,7 +62,7 @@ class Share(NamedTuple):
 
 
 def line_of(key: int, share: Share, text: str) -> str:
-    """Return what `read_line` reads: the number of the key, the share, the text of the ``sink``."""
+    """Return what `read_line` reads: the number of the key, the share, the text of the ``sink``, which is one line."""
     return " ".join((str(key), *(str(int(field)) for field in share), text))
 
 
@@ -73,7 +79,7 @@ class Summary(ABC):
     """
 
     number: int
-    """Different for summaries that differ: in graphs, and in what the compiler keeps on disk."""
+    """Another for each `make` that makes something else, and the same in each process: graphs on the disk have it."""
 
     make: Callable[[list[Tensor]], Found | None]
     """Returns what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
@@ -152,7 +158,10 @@ def behind(op: Any, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def while_tracing(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate what ``op`` does where autograd records: in the dry runs behind the compiler's front."""
+    """Decorate what ``op`` does where autograd records: in the dry runs with fake tensors behind the compiler's front.
+
+    What is left of the operator below autograd hands its tensors back.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = op.name().partition("::")[2]

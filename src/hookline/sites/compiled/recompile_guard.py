@@ -1,16 +1,20 @@
 """Let compiled code notice that a module has hooks: such a module gets a ``forward`` of its own.
 
-`ModuleHooks` calls this as its hooks come and go. Compiled code checks, before it runs, that what it was compiled for
-is still so. That a module has no hooks is left out of these guards (to have them in, for every module and call, costs a
-tiny compiled model 7 %), so a hook that comes later would never fire. What is always guarded is that a module has no
-``forward`` of its own beside its class's. So a module with hooks of ours has one, which is its class's, bound to it:
-code that was compiled without hooks does not fit while it is there, and fits again when it is gone. Nothing is thrown
-away, no switch of torch's is turned, and whatever comes and goes, there are two graphs: one with hooks and one without.
+`ModuleHooks` calls `set_own_forward` as its hooks come and go; ``attention`` binds a ``forward`` that does more by
+`bind_forward`; ``receipt`` asks `ignores_hooks` why hooks were silent.
+
+Compiled code checks, before it runs, that what it was compiled for is still so. That a module has no hooks is left out
+of these guards (to have them in, for every module and call, costs a tiny compiled model 7 %), so a hook that comes
+later would never fire. What is always guarded is that a module has no ``forward`` of its own beside its class's. So a
+module with hooks of ours has one, which is its class's, bound to it: code that was compiled without hooks does not fit
+while it is there, and fits again when it is gone. Nothing is thrown away, no switch of torch's is turned, and whatever
+comes and goes, there are two graphs: one with hooks and one without.
 
 Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
 
 A bound ``forward`` that went into a copy would compute with the parameters of the original. So a module that has one
-also has, of its own, the two methods by which it is copied: they leave out what is bound to it.
+also has, of its own, the two methods by which it is copied: they leave out what is bound to it. Whatever else is put
+into the ``__dict__`` of a module here has to be left out of copies in the same way (`_BOUND`, `_unbound`).
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ _BOUND: Final = (_FORWARD, _STATE, _REPLICATE)
 OWN_FORWARD: Final = "_hookline_own_forward"
 """The attribute with the ``forward`` that somebody else had given a module before it got one of ours in its place."""
 _STANDS_FOR: Final = "hookline_stands_for"
+"""The attribute of a stand-in with the ``forward`` of somebody else that it calls."""
 
 
 def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
-    """Give the module a ``forward`` of its own, so that code which was compiled without hooks does not fit any more; or
-    take it away, so that it fits again.
+    """Give the module a ``forward`` of its own, or, where that is not ``wanted``, take ours away.
+
+    With one, code that was compiled without hooks does not fit any more; without, it fits again.
     """
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
@@ -121,11 +127,10 @@ def _is_own_forward(module: nn.Module, own: Any) -> bool:
 
 
 def ignores_hooks(module: nn.Module) -> bool:
-    """Return whether the compiled code of the module's forward was made without guards, so that it never
-    notices hooks.
+    """Return whether compiled code of the module's forward was made without guards, so that it never notices hooks.
 
-    With its guards, it names the class of the module. Code with no guards whatever counts for every module: which
-    modules are inside of it, it does not say.
+    Guards name the class of each module they are about. Code that has no guards at all does not say which modules are
+    inside of it, so it counts for every module.
     """
     if _torch.skips_guards() or _is_compiled_by_vllm(module):
         return True

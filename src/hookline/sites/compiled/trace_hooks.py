@@ -1,10 +1,17 @@
-"""Leave operators in the graph while the compiler traces a hook of ours, and editing hooks as they are.
+"""While the compiler traces, put an operator into the graph for each group of observers; trace editing hooks as code.
 
-The slots of a module call `run_pre` and `run_post`. Everything in there is traced, so it reads as little as possible:
-each attribute it reads becomes a guard. The ``recipe`` of a slot says what is to happen, in order:
-"w" for hooks that only watch, which one operator runs all together, "e" for a hook that edits, whose own code becomes
-part of the graph, "s" for one that receives a summary, which the graph makes; then what the observers read, the plan
-for gradients (`plan_of`), whether the model counts its forwards here, and the numbers of the summaries.
+The slots of a module (``module_hooks``) call `run_pre` and `run_post`. Everything in there is traced, so it reads as
+little as possible: each attribute it reads becomes a guard. The ``recipe`` of a slot says what is to happen. It has
+five fields between "/", which ``module_hooks._compiled_steps`` writes: change both together.
+
+1. a letter for each step, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a hook
+   that edits, whose own code becomes part of the graph, "s" for one that receives a summary, which the graph makes;
+2. what the observers read: "a" arguments, "k" keyword arguments, "o" output;
+3. the plan for gradients (`plan_of`); its letters "a" and "l" are read here;
+4. "t" if a forward of a model begins here;
+5. the number of the summary of each step, with commas; empty for the other steps.
+
+``op_runtime._Shown`` reads the six fields of the texts ``what`` that are made here: change both ends together, too.
 """
 
 from __future__ import annotations
@@ -34,7 +41,11 @@ if TYPE_CHECKING:
 
 @_torch.constant_while_tracing
 def _serial() -> int:
-    """Return a number, another for each call of one graph, and the same when the same thing is compiled again."""
+    """Return a number, another for each call of one graph, and the same when the same thing is compiled again.
+
+    Without it the compiler would take two equal calls of an operator for one. It counts from 0 in each compilation, so
+    that a graph that is compiled again has the same text, and the compiler's caches match.
+    """
     current = _torch.compilation()
     _Serial.at = _Serial.at + 1 if current == _Serial.compilation else 0
     _Serial.compilation = current
@@ -42,6 +53,8 @@ def _serial() -> int:
 
 
 class _Serial(threading.local):
+    """The last number that `_serial` gave in this thread, and in which compilation."""
+
     compilation: object = None
     at = 0
 
@@ -92,13 +105,14 @@ def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any)
         if result is not None:
             output = result
     if plan and torch.is_grad_enabled() and not _torch.exporting():
-        if "l" in plan:
+        if "l" in plan:  # no slot before the call has noted the inputs
             _enter_gradients(hook, plan, args, kwargs)
         return _leave_gradients(hook, plan, output)
     return output
 
 
 def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+    """Put the operator into the graph that runs the observers of a step; hand over only what they read."""
     if _torch.exporting():  # an exported program is to run where there is no hookline
         return
     parts = Parts()
@@ -110,6 +124,7 @@ def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any
 
 
 def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
+    """Trace what the summary of a step makes of the tensors in ``value``, and hand that over."""
     if _torch.exporting():  # an exported program is to run where there is no hookline
         return
     tensors = [leaf for _, leaf in tree.leaves(value) if _is_carried(leaf)]
@@ -119,6 +134,7 @@ def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> 
 
 
 def _edit(hook: Slot, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Trace the call of a hook that edits; an operator counts it when the graph runs."""
     if not _torch.exporting():
         ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment

@@ -1,7 +1,9 @@
 """Describe the structure of a value as a text, which a graph can hold beside the tensors in it, and rebuild the value.
 
-`describe` runs while the compiler traces: it takes arguments or an output apart with nothing but what can be traced.
-`rebuild` runs when the compiled graph does, and puts the same structure together around the tensors of that run.
+`describe` runs while the compiler traces, called by ``trace_hooks``: it takes arguments or an output apart with nothing
+but what can be traced. `rebuild` runs when the compiled graph does, called by ``op_runtime``, and puts the same
+structure together around the tensors of that run. What one writes, the other reads: a new kind of value is a letter in
+`describe` and in `_made`. ``op_runtime._ONLY_OUTPUT`` is one such text, written out.
 
 The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
 with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an
@@ -54,7 +56,7 @@ class Parts:
         self.tensors: list[Tensor] = []
         self.numbers: list[int] = []
         self.reals: list[Tensor] = []
-        """As tensors: a number would be a constant of the graph, and each other one need another graph."""
+        """As tensors: a number would be a constant of the graph, and each other value would need another graph."""
 
 
 def describe(value: Any, parts: Parts) -> str:
@@ -84,7 +86,7 @@ def describe(value: Any, parts: Parts) -> str:
 
 
 _CLASSES: Final[dict[str, type]] = {}
-"""By name, those that were met while tracing: a class made inside a function cannot be found by its name."""
+"""By name, the classes that were met while tracing: one made inside a function cannot be found by its name later."""
 
 
 @_torch.constant_while_tracing
