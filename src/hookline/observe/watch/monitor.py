@@ -201,14 +201,30 @@ class StepRows:
         return FirstCalls(list(bad.values()), num_candidates)
 
 
-class ArrivingSteps:
-    """Steps whose numbers are on their way to the host; the base of `StepListener`."""
+class StepListener:
+    """Hands out the statistics of the steps that its user ends.
 
-    def __init__(self) -> None:
+    Args:
+        monitor: What watches the model.
+        asked: The target, what to leave out, and the kinds.
+        stats: The statistics that it reads.
+    """
+
+    def __init__(self, monitor: StepMonitor, asked: tuple[Target, Target, list[str]], stats: Sequence[str]) -> None:
+        self.monitor = monitor
+        self.asked = asked
+        self.stats = stats
+        self.places: list[WatchedPlace] = []
+        """Those that it asked for."""
+        self.parts: list[RowPart] = []
+        """What has come of the step under way."""
         self._pending: deque[StepRows] = deque()
+        """Steps whose numbers are on their way to the host."""
 
-    def add(self, number: int, parts: Sequence[RowPart] = (), loss: Any = None) -> None:
-        """Send the numbers of a step to the host without waiting."""
+    def end_step(self, number: int, loss: Any = None) -> None:
+        """Take the statistics since the last call as those of a step; send its numbers to the host without waiting."""
+        self.monitor.end_step()
+        parts, self.parts = self.parts, []
         events = [event for part in parts for event in part.events]
         host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
         self._pending.append(StepRows(number, parts, host, events))
@@ -228,32 +244,6 @@ class ArrivingSteps:
         for step in found:
             step.wait()
         return found
-
-
-class StepListener(ArrivingSteps):
-    """Hands out the statistics of the steps that its user ends.
-
-    Args:
-        monitor: What watches the model.
-        asked: The target, what to leave out, and the kinds.
-        stats: The statistics that it reads.
-    """
-
-    def __init__(self, monitor: StepMonitor, asked: tuple[Target, Target, list[str]], stats: Sequence[str]) -> None:
-        super().__init__()
-        self.monitor = monitor
-        self.asked = asked
-        self.stats = stats
-        self.places: list[WatchedPlace] = []
-        """Those that it asked for."""
-        self.parts: list[RowPart] = []
-        """What has come of the step under way."""
-
-    def end_step(self, number: int, loss: Any = None) -> None:
-        """Take the statistics since the last call as those of a step."""
-        self.monitor.end_step()
-        parts, self.parts = self.parts, []
-        self.add(number, parts, loss)
 
     def remove(self, *, quiet: bool = False) -> None:
         """Listen no more; the last one takes the hooks off."""
