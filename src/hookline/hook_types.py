@@ -1,8 +1,9 @@
 """The shapes of hooks and options, as type aliases; the one vocabulary that every folder shares.
 
 Signatures and annotations in sites, observe, debug and factories import them, most under TYPE_CHECKING; users import
-them as ``hookline.hook_types``. Nothing here may import torch at run time, so aliases that need it are texts. What each
-kind of hook is called with is decided in sites (`SiteType.args` of sites/kinds.py): change both together.
+them as ``hookline.hook_types``, and the aliases of module and function hooks are for users alone. Nothing here may
+import torch at run time, as ``import hookline`` must not; so aliases that need it are texts. What each kind of hook is
+called with is decided in sites (`SiteType.args` of sites/kinds.py): change both together.
 """
 
 from __future__ import annotations
@@ -44,3 +45,4 @@ Target: TypeAlias = (
 """What ``attach`` and ``find`` select by (``hookline.sites.targets``); a parameter with ``on="param_grad"`` alone."""
 
 Scope: TypeAlias = Literal["process", "context"]
+"""Whose calls fire a hook: all of the process, or those of this thread or asyncio task (``attach(scope=)``)."""

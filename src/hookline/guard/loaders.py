@@ -1,10 +1,10 @@
 """Read the training data again without touching the run's loader; find its samplers, datasets and generators.
 
-`ModelDataContext` and the model context of the loops (training/run.py) call `copy_loader` for interventions;
-`get_shuffled_loader` calls `call_loader_factory` where the experiment has a ``shuffled_loader``. Snapshots, checkpoints
-(training/state.py), `HookManager.fire`, training/experiment.py and training/ranks.py call the finders. The run's loader
-must never be iterated here: that would move its generator, end a running epoch early where workers persist, and use up
-what can be read only once.
+`ModelDataContext` and the model context of the loops (training/run.py) call `copy_loader` with a `private_generator`,
+for interventions; `get_shuffled_loader` calls `call_loader_factory` where the experiment has a ``shuffled_loader``.
+Snapshots, checkpoints (training/state.py), `HookManager.fire`, training/experiment.py and training/ranks.py call the
+finders. The run's loader must never be iterated here: that would move its generator, end a running epoch early where
+workers persist, and use up what can be read only once.
 """
 
 from __future__ import annotations

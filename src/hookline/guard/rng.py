@@ -4,8 +4,9 @@
 uses `kept_rng`; `Snapshot`, the audit, `check_hook` and the loops take `RandomStates`. Checkpoints (training/state.py)
 save each stream by the functions below, and the marks of `hook_stream`. All cover the streams of torch on the CPU and
 on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new stream has to be known to
-`_positions`, `_set_position`, `_seed` and to ``streams`` of training/state.py. Its name is a key in checkpoints. What
-hooks draw depends on where the run is, and is different at every firing.
+`_positions`, `_set_position` and `_seed`, to `_digest` if its state is no tensor, and to ``streams`` and
+``set_streams`` of training/state.py. Its name is a key in checkpoints. What hooks draw depends on where the run is, and
+is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -194,7 +195,7 @@ def stream_states() -> dict[str, Any]:
 
 
 def run_seed() -> int:
-    """Return the seed that the run has given torch, also while hooks draw from other streams."""
+    """Return the seed that the run has given torch, also while hooks draw from others; loaders' seeds begin with it."""
     return torch.default_generator.initial_seed() if _HOOKS.run_seed is None else _HOOKS.run_seed
 
 
@@ -210,7 +211,10 @@ def set_hook_stream(marks: Mapping[str, Sequence[int]]) -> None:
 
 
 def restart_hook_stream() -> None:
-    """Forget the firings of another run, so that equal runs in one process draw the same."""
+    """Forget the firings of another run, so that equal runs in one process draw the same.
+
+    `HookManager.reset_all` and the audit call this.
+    """
     if _HOOKS.run_seed is None:  # a hook that trains a run of its own draws on
         _HOOKS.marks.clear()
 

@@ -281,8 +281,8 @@ def _widen(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
                 live[key] = value.to(live[key].device)
 
 
-# -- random streams, among them two of hooks: the stream that NumPy uses while hooks fire, and the count of shuffles
-# that interventions have made
+# -- random streams, among them two things of hooks: the marks of their own stream, and the count of shuffles that
+# interventions have made
 
 
 def streams(model: nn.Module) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Add the statistics of many tensors on a GPU to their rows, in two launches; count their exponents in one.
 
-`StatsEngine` makes one `Kernel` for each device and calls it; for compiled code `GraphHandover` does too. The
-fingerprints of ``debug.compare`` use the helpers (`is_available`, `on_device`, `kernel_types`). The programs in
-`triton_programs` read each tensor once, and add what they found to rows. Nothing waits for the device and nothing comes
-back from it; one small table goes up through pinned memory. Training takes the same memory at each step. So where all
-tensors lie at the addresses of an earlier step, the table is on the device already and the launches are known: the host
-only makes them. Not for a CUDA graph that is being recorded: the table would have to be the same in each replay.
+`StatsEngine` makes one `Kernel` for each device and calls `take`, `count`, `add_found` and `prepare`; for compiled code
+`GraphHandover` calls `prepare` and `add_rows`. The fingerprints of ``debug.compare`` use the helpers (`is_available`,
+`on_device`, `kernel_types`). The programs in `triton_programs` read each tensor once, and add what they found to rows.
+Nothing waits for the device and nothing comes back from it; one small table goes up through pinned memory. Training
+takes the same memory at each step. So where all tensors lie at the addresses of an earlier step, the table is on the
+device already and the launches are known: the host only makes them. Not for a CUDA graph that is being recorded
+(`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
 
 The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
 arguments is written down there a second time. Change both files together.
@@ -150,7 +151,7 @@ class Kernel:
         """Return a call that adds the statistics of these tensors to their rows, as they are then, where they are now.
 
         The table lies on the device from now on, and programs are found once: the host has two launches to make. Make
-        the calls on the stream that is current now.
+        the calls on the stream that is current now. A scale has to lie at the same address at each: it is not kept.
         """
         with self._lock, on_device(self._device):
             calls = [self._work_out(self._uses(batch)[0]) for batch in rounds_of(items, by=1)]

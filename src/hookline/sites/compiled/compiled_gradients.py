@@ -7,7 +7,8 @@ So a compiled call reports the same gradients, in the same order, as an eager on
 
 `ModuleHooks` asks `plan_of`; ``trace_hooks`` puts ``enter`` and ``leave`` into the graph, with that plan as a text: it
 is part of the graph, and the compiler's caches must not mix two plans up. ``op_runtime`` runs the operators that are
-put into the backward here, and reads their text by `What`.
+put into the backward here: it reads their texts by `What`, that of a sink by ``_number_in``. ``trace_hooks`` writes the
+three fields that ``_enter`` and ``_leave`` read: flags, places, names. Change both ends together.
 
 All here runs on fake tensors, without a module: it must read no values. `GradientCall` and `BackwardCall` know of the
 hooks only what `_TracedHooks` has from the plan. An attribute of the hooks that they read and the plan lacks has the
@@ -134,6 +135,7 @@ class _TracedCall(GradientCall):
         present = [grad for part in (grads, *more) for grad in part if grad is not None]
         kind = "post" if more else "pre"
         what = f"{kind}|{_mask(grads)}|{_mask(more[0]) if more else ''}|{self._names}|{self.output_names}"
+        # Each operator takes in what the one before gave: the compiler would keep no order otherwise.
         end = end_of(_torch.graph_task_id())
         if not (self._hooks.edits_gradients if more else self._hooks.edits_outputs):
             end.latest = ops.GRADS(self._key, self._note, what, end.latest, present)
@@ -162,8 +164,8 @@ def _mask(grads: Grads) -> str:
 
 
 @ops.while_tracing(ops.ENTER)
-def _enter(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
-    flags, places, names = plan.split("|")
+def _enter(key: Tensor, text: str, tensors: list[Tensor]) -> list[Tensor]:
+    flags, places, names = text.split("|")
     call = _TracedCall(_traced_hooks(flags), key, names)
     args, state = call.enter(_spread(places, tensors), {})
     _calls_on(key).append(state)
@@ -171,8 +173,8 @@ def _enter(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 @ops.while_tracing(ops.LEAVE)
-def _leave(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
-    flags, places, names = plan.split("|")
+def _leave(key: Tensor, text: str, tensors: list[Tensor]) -> list[Tensor]:
+    flags, places, names = text.split("|")
     calls = _calls_on(key)
     state = calls.pop() if calls else _TracedCall(_traced_hooks(flags), key, "").enter((), {})[1]
     call: Any = state.call

@@ -11,7 +11,8 @@ five fields between "/", which ``module_hooks._compiled_steps`` writes: change b
 4. "t" if a forward of a model begins here;
 5. the number of the summary of each step, with commas; empty for the other steps.
 
-``op_runtime._Shown`` reads the six fields of the texts ``what`` that are made here: change both ends together, too.
+``op_runtime._Shown`` reads the six fields of the texts ``what`` that are made here, and ``_enter`` and ``_leave`` of
+``compiled_gradients`` the three of the texts of `ops.ENTER` and `ops.LEAVE`: change both ends together, too.
 """
 
 from __future__ import annotations

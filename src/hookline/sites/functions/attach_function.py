@@ -154,6 +154,7 @@ def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
 def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> None:
     """Take all entries off, and the scope off its model if it has no other hooks on functions.
 
+    `HookHandle.remove` calls this, and holds `LOCK`.
     ``began`` is the thread that attached them, and the number that its next graph node had then.
     """
     for entry in attachment.entries:
