@@ -80,7 +80,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(values, no_factory, capsys):
         ("factories:steer", {"vectr": [1.0]}, "steer has no option 'vectr'; did you mean 'vector'?"),
         ("factories:steer", {"file": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
         ("factories:activation_stats", {"stats": ["maen"]}, "maen"),
-        ("debug:trace_outputs", {"folder": "t", "every": 0}, "every is a whole number from 1 on, got 0."),
+        ("debug:trace_outputs", {"folder": "t", "budget": "lots"}, "budget='lots': give a number of bytes"),
         ("factories:nan_alarm", None, "cannot be a forward_pre hook"),
     ],
 )

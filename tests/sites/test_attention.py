@@ -529,6 +529,7 @@ def test_specs_names_and_checks_know_the_parts(ids: Tensor) -> None:
         names = [site.name for site in handles.report()[0].sites]
         assert names == ["layers.0.mlp", "layers.0.attn:z", "layers.1.attn:z"]
         assert handles.report()[0].fired == 3
+        assert {each.site for each in hl.doctor(model).hooks} == set(names)
         with pytest.raises(hl.errors.HooksLeftError, match="attn:z"):
             hl.assert_no_hooks(model)
     hl.assert_no_hooks(model)

@@ -3,7 +3,8 @@
 Users call these. ``hookline find`` and the server call `find`; `doctor` and the guard's snapshot call `attached`;
 `check_hook` calls `assert_no_hooks`. They read the hooks of modules, parameters and optimizers, and those on no model
 in particular; hooks on tensors and graph nodes are in no list. A new kind of place for hooks has to be read in
-`_own_entries` or `_attachments`: the guard takes off what an intervention has left by what `attached` returns.
+`places_in`, `own_entries` or `_attachments`: `doctor` and the fixture ``no_leaked_hooks`` list what the first two
+yield, and the guard takes off what an intervention has left by what `attached` returns.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _attachments(where: Any) -> Iterator[Attachment]:
     else:
         check_model(where)
         for module in where.modules():
-            yield from (entry.attachment for entry in _own_entries(module))
+            yield from (entry.attachment for entry in own_entries(module))
             hooks = existing_hooks(module)
             if hooks is not None and hooks.counter is not None:
                 yield from tuple(hooks.counter.users)  # whatever became of what they were on
@@ -140,15 +141,10 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
     check_model(model)
     sweep()
     left: list[str] = []
-    seen: set[int] = set()
-    for name, module, *_ in walk(model):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        drop_inert(module)
-        for part, place in {"": module, **hooked_parts(module)}.items():
-            hooks = _hooks_on(place) if foreign else _own_hooks(place)
-            left += [f"{name or THE_MODEL}{part and f':{part}'}: {text}" for text in hooks]
+    for name, place in places_in(model):
+        drop_inert(place)
+        hooks = _hooks_on(place) if foreign else _own_hooks(place)
+        left += [f"{name or THE_MODEL}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
         are = f"{counted(len(left), 'hook')} {'is' if len(left) == 1 else 'are'}"
@@ -156,11 +152,22 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
         raise HooksLeftError(f"{are} still attached: {shown}. Ours come off by: {ours}")
 
 
+def places_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a model with its name, and the parts of its attention that have hooks; a shared one once."""
+    seen: set[int] = set()
+    for name, module, *_ in walk(model):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+            yield from ((f"{name}:{part}", place) for part, place in hooked_parts(module).items())
+
+
 def _hooks_on(module: nn.Module) -> list[str]:
     return [*_own_hooks(module), *_foreign_hooks(module)]
 
 
-def _own_entries(module: nn.Module) -> Iterator[HookAtSite]:
+def own_entries(module: nn.Module) -> Iterator[HookAtSite]:
+    """Yield the hooks of ours on a module, around its whole call, and on its parameters."""
     module_hooks = existing_hooks(module)
     if module_hooks is not None:
         yield from module_hooks.entries()
@@ -170,7 +177,7 @@ def _own_entries(module: nn.Module) -> Iterator[HookAtSite]:
 
 
 def _own_hooks(module: nn.Module) -> list[str]:
-    texts = [f"{entry.attachment.name} ({entry.attachment.kind.value})" for entry in _own_entries(module)]
+    texts = [f"{entry.attachment.name} ({entry.attachment.kind.value})" for entry in own_entries(module)]
     return list(dict.fromkeys(texts))  # one that sits on several parameters is said once
 
 

@@ -1,6 +1,6 @@
 """Say what is on a model: every hook, whose it is and where its code is, and where none would fire.
 
-Users and ``hookline doctor`` call `doctor`, which returns a `Diagnosis`; the pytest fixture calls `hooks_on_model` and
+Users and ``hookline doctor`` call `doctor`, which returns a `Diagnosis`; the pytest fixture calls `hooks_by_module` and
 `hooks_of_process`. They read torch's dictionaries and our own tables, and change nothing.
 """
 
@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hookline.sites import _torch
-from hookline.sites.find import attached
+from hookline.sites.find import attached, own_entries, places_in
 from hookline.sites.hook_at_site import Attachment
-from hookline.sites.module_hooks import Slot, existing_hooks
-from hookline.sites.parameters import LeafHook, parameter_entries
+from hookline.sites.module_hooks import Slot
+from hookline.sites.parameters import LeafHook
 from hookline.sites.receipt import cause_around
 from hookline.sites.signature import hook_name
 from hookline.sites.targets import check_model
-from hookline.sites.wrappers import clean_modules, unwrap, walk
+from hookline.sites.wrappers import clean_modules, unwrap
 from hookline.tables import Table
 
 OURS: Final = "hookline"
@@ -63,12 +63,9 @@ class FoundHook:
 
 
 def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, list[FoundHook]]]:
-    """Return each module of a model with its hooks, parents first; a shared one once."""
-    seen: set[int] = set()
-    for name, module, *_ in walk(model):
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module, [*_own(name, module), *_foreign(name, module), *_replaced(name, module)]
+    """Return each module of a model, and each part of attention, with its hooks, parents first; a shared one once."""
+    for name, module in places_in(model):
+        yield module, [*_own(name, module), *_foreign(name, module), *_replaced(name, module)]
 
 
 def hooks_of_process() -> list[FoundHook]:
@@ -107,12 +104,7 @@ def where_of(hook: Any) -> str:
 
 def _own(name: str, module: nn.Module) -> Iterator[FoundHook]:
     """Return the hooks of ours on a module: one that sits on several of its parameters once."""
-    table = existing_hooks(module)
-    entries = [] if table is None else list(table.entries())
-    if table is not None and table.around is not None:
-        entries += table.around.entries()
-    entries += parameter_entries(module)
-    for attachment in dict.fromkeys(entry.attachment for entry in entries):
+    for attachment in dict.fromkeys(entry.attachment for entry in own_entries(module)):
         yield _of_ours(name, attachment)
 
 
