@@ -202,4 +202,5 @@ def _carries(module: nn.Module, attachment: Attachment) -> bool:
 _EVERYWHERE = _ModulesEverywhere()
 
 
+# Never compiled by itself; inlined into a compiled call it is traced all the same.
 _torch.leave_to_python(_ModulesEverywhere._first_sight)

@@ -2,8 +2,9 @@
 
 Users call `capture`, and so does `bisect` (debug/compare). It checks the options, puts the hooks of a `CaptureRecorder`
 on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with ``remove()``, or at
-the end of a ``with`` block, and what it holds stays. The hooks are observers: they must return None, and run after all
-edits. A new option of what is kept belongs to `ValueStore`.
+the end of a ``with`` block, and what it holds stays. Comparisons (debug/compare/values.py) read a `Cache`, and so do
+the edits ``swap`` and ``mean_ablate``. The hooks are observers: they must return None, and run after all edits. A new
+option of what is kept belongs to `ValueStore`.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ _FORWARD: Final = Kind.FORWARD
 # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
 _READS_OUTPUT: Final = HookTraits(wants_site=True, may_edit=True, reads="o")
 _READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")
+"""A compiled call gives a hook nothing that is not in the letters of ``reads``."""
 
 
 def patch(
@@ -129,6 +130,7 @@ def patch(
     found = Patch()
     try:
         for edit, chosen, bound in placed:
+            # Stands for the hooks while they are attached; then each module gets the edit that is bound to it.
             hook = _EditInput(edit) if inputs else _EditOutput(edit)
             options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
             request = new_attachment(hook, kind, options, traits=_READS_INPUTS if inputs else _READS_OUTPUT)

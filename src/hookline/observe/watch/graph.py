@@ -4,10 +4,11 @@ Watch hooks (hooks.py) leave `find_in` in compiled graphs, and make a `GraphHand
 factories/streaming_stats.py calls `hand_over_late`. On a CPU the tensor itself is handed over.
 
 On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
-longer than reading it. So the graph finds the same for rows of up to 1024 numbers, while it computes them (21 µs for
-nine outputs of a GPT-2 block on an H200, 1.4 ms with all six launches). It writes that into one buffer for each
-statistic; a table on the device tells which rows belong to which place, and one launch of ours adds them all. Wider
-tensors, and gradients of 16 bits, our kernel reads itself, many in one launch: see `_is_read_whole`.
+longer than reading it. So the graph finds the same for rows (here slices of a tensor; what a place has is a `StatRow`)
+of up to 1024 numbers, while it computes them (21 µs for nine outputs of a GPT-2 block on an H200, 1.4 ms with all six
+launches). It writes that into one buffer for each statistic; a table on the device tells which rows belong to which
+place, and one launch of ours adds them all. Wider tensors, and gradients of 16 bits, our kernel reads itself, many in
+one launch: see `_is_read_whole`.
 
 The order and types of what `_by_row` returns are known to ``row_of_parts`` of row.py, to the program that adds rows in
 triton_programs.py, and to `_TYPES`: change all together, and then the names ``find_…`` and ``join_…`` (see there).

@@ -1,8 +1,9 @@
 """Hold tensors that were seen on a GPU, and have many of them reduced at once.
 
 `StatsEngine` and `DeviceFingerprints` (of traces) make one `PendingTensors` for each device and give it tensors with
-their places; it calls them back at the end of a forward or backward pass, or when numbers are asked for. Watch hooks
-and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and ``factories.streaming_stats`` use
+their places. It calls them back at the end of a backward pass by itself, and when its owner calls `flush`: after a
+forward, or when numbers are asked for. A ``scale`` is handed on unread (of traces it is the number of a row). Watch
+hooks and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and ``factories.streaming_stats`` use
 `streams_of`, the latter `limit_of` too. A launch for each tensor takes the host longer than many a layer does; a note
 takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held there.
 

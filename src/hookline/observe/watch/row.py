@@ -3,7 +3,7 @@
 Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
 asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU, by `reduce_on_device` on
 devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine, `RankStats`, `Watch` and the
-ready hooks make metrics and tables of them.
+ready hooks make metrics and tables of them. `Kernel` uses `flat_view`, and fingerprints of traces `extremes`.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
@@ -275,6 +275,7 @@ _FAR: Final = 9.0
 """Where the squared mean is this many times the variance (their ratio 3), both are taken about the mean. Sums of
 float32 have an error of 1e-7, of squares of rounded bfloat16 one of 1e-5; the variance sees it multiplied by this."""
 _TINY: Final = 1e-30
+"""The same number as in triton_programs.py."""
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 _WIDE: Final = torch.float64
 

@@ -4,7 +4,8 @@ Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the 
 and judges a step when it is over, in `StepAlarm._end_step`.
 
 It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`: only there is every rank
-known to take part. Another kind of trouble is a word in `_WORDS`, which `_judge` finds and `_find` puts in order.
+known to take part. Another kind of trouble is a word in `_WORDS`; `_judge` has to find it, and `_find` and
+``Trouble.__str__`` name the words and need a case for it.
 """
 
 from __future__ import annotations
