@@ -200,8 +200,8 @@ def test_a_factory_that_cannot_be_found_ends_with_a_sentence(
 def test_the_command_checks_its_flags_before_anything_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An open address without a token, an empty token, two tokens, a file that is none, an object where a list is
-    required, no model, a port that is taken: an error each, in a sentence."""
+    """An open address without a token, an empty token, one in the command, a file that is none, an object where a list
+    is required, no model, a port that is taken: an error each, in a sentence."""
     from hookline.errors import HooklineError
 
     monkeypatch.delenv("HOOKLINE_SERVE_TOKEN", raising=False)
@@ -215,7 +215,7 @@ def test_the_command_checks_its_flags_before_anything_is_loaded(
             "needs a model": [],
             "others may reach": [*model, "--host", "0.0.0.0"],
             "token is empty": [*model, "--token-file", str(empty)],
-            "give one of them": [*model, "--token", "a", "--token-file", str(empty)],
+            "Did you mean '--token-file'": [*model, "--token", "in every list of processes"],
             "--token-file nowhere cannot be read": [*model, "--token-file", "nowhere"],
             "--chat-template nowhere cannot be read": [*model, "--chat-template", "nowhere"],
             "--no-tokenizer serves none": [*model, "--no-tokenizer", "--chat-template", "nowhere"],
