@@ -25,7 +25,8 @@ A part ends when its number of acts is reached or the time of all parts is over:
 LIMITS = """## What is left out
 
 - Acts that kill the process by themselves, with hookline or without: computing on memory that a storage has given up,
-  recurrent kernels whose weights have other shapes, a step of the optimizer after `set_` has torn its state.
+  recurrent kernels whose weights have other shapes, a step of the optimizer after `set_` has torn its state, one of a
+  fused optimizer after `swap_tensors` of two parameters (it writes by their sizes into states of other sizes).
 - `nn.TransformerEncoderLayer` without gradients takes another kernel of torch as long as no hook is on it, whoever's
   hook that is, which rounds otherwise. The programs switch that kernel off (`torch.backends.mha.set_fastpath_enabled`).
 - Hidden states of a request in a batch are compared to 1e-3 with those of the request alone: a larger batch is

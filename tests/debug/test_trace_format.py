@@ -21,7 +21,7 @@ import hookline as hl
 from hookline.debug import Fingerprint, MeshPlacement, RowKey, read_trace
 from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.trace import trace
-from hookline.debug.compare.trace_files import TracePlace, TraceWriter
+from hookline.debug.compare.trace_files import VERSION, TracePlace, TraceWriter
 from hookline.errors import HooklineWarning, TraceError
 
 HEAD = {"model": "Net", "ranks": 1}
@@ -119,7 +119,7 @@ def test_what_is_no_trace_is_refused(tmp_path):
         TraceWriter(tmp_path / "t", 0, HEAD)
     assert read_trace(tmp_path / "t").ranks == (0, 1)
     file = tmp_path / "t" / "rank_0" / "records.jsonl"
-    file.write_text(file.read_text().replace('"version":1', '"version":99'))
+    file.write_text(file.read_text().replace(f'"version":{VERSION}', '"version":99'))
     with pytest.raises(TraceError, match="version 99"):
         read_trace(tmp_path / "t")
 

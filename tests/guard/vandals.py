@@ -426,7 +426,8 @@ COMPUTING = {
 }  # fmt: skip
 """Acts that read or write numbers of the run."""
 STEPPING = {"train", "optimizer step"}
-"""Acts that kill the process, with a guard or without, after ``set_`` has torn a tensor of the optimizer."""
+"""Acts that kill the process, with a guard or without, after ``set_`` has torn a tensor of the optimizer; of a fused
+optimizer also after `swap_tensors` of two parameters, as it writes by their sizes into states of other sizes."""
 
 # -- cases ----------------------------------------------------------------------------------------------------------
 
@@ -511,8 +512,9 @@ def _vandalize(
 
 
 def _act(run: VandalizedRun, rng: random.Random, done: list[str], names: list[str]) -> None:
+    tearing = {"set", "swap"} if run.optimizer.defaults.get("fused") else {"set"}
     for name in names:
-        if (name in COMPUTING and not run.can_compute) or (name in STEPPING and "set" in done):
+        if (name in COMPUTING and not run.can_compute) or (name in STEPPING and tearing.intersection(done)):
             continue
         done.append(name)
         try:

@@ -873,7 +873,7 @@ class FanOut:
                 reader.advance()
                 return
             if isinstance(self._log, NoLog):
-                getattr(reader.sink, "truncate", id)(self._log.number)
+                getattr(reader.sink, "drop_records_from", id)(self._log.number)
             if self._context and not is_told:
                 reader.take(Context(self._context), self._log.size)
         except Exception as error:

@@ -230,7 +230,7 @@ _AT_ONCE: Final = 6
 """Steps that are shown at once; the rest is folded away."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Flight(ShownAsTable):
     """The last steps of a run, as a recorder wrote them; prints as a table.
 

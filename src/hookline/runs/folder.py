@@ -201,7 +201,7 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 def model_facts(model: Any) -> dict[str, Any]:
     """Return the class of a model and how many parameters it has; of the first, the device and the dtype."""
     parameters = list(model.parameters())
-    device, dtype = (str(parameters[0].device), str(parameters[0].dtype)) if parameters else ("cpu", "None")
+    device, dtype = (str(parameters[0].device), str(parameters[0].dtype)) if parameters else ("cpu", "float32")
     about = {"class": type(model).__name__, "parameters": sum(one.numel() for one in parameters)}
     return {"device": device, "dtype": dtype.removeprefix("torch."), "model": about}
 

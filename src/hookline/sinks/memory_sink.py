@@ -73,9 +73,9 @@ class MemorySink(MetricSink):
         self.clear()
         return True
 
-    def truncate(self, number: int) -> None:
-        """Drop the records from ``number`` on: a run without a log is resumed in this process."""
-        self.records = [record for record in self.records if record.number < number]
+    def drop_records_from(self, number: int) -> None:
+        """Drop the records from ``number`` on: a run without a log is resumed in this process, by `FanOut`."""
+        self.records[:] = [record for record in self.records if record.number < number]
 
     def clear(self) -> None:
         """Drop all records."""

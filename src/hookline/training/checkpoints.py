@@ -282,6 +282,8 @@ def read_checkpoint(
     """Return the tree of a checkpoint for this rank, with sharded tensors laid out like the model's."""
     is_folder = path.suffix == SUFFIX
     first = checkpoint_file.read(path / "rank0.pt" if is_folder else path, home)
+    if "core" not in first:
+        raise ResumeError(f"{path} is whole, but no checkpoint of a run.")
     saved = first.get("ranks", 1)
     if is_folder and len(list(path.glob("rank*.pt"))) != saved:
         raise CheckpointError(f"{path} is not whole: it has not the files of {saved} ranks.")

@@ -111,6 +111,13 @@ def test_a_checkpoint_of_another_version_is_named_with_what_to_do(tmp_path):
     assert module.is_checkpoint(newest)
 
 
+def test_a_whole_file_that_is_no_checkpoint_of_a_run_is_refused(tmp_path):
+    """A capture that somebody has saved under the name of one, say; before anything is loaded."""
+    module.write(tmp_path / steps(9)[0], {"weights": torch.ones(3)})
+    with pytest.raises(ResumeError, match=r"step_00000009.* no checkpoint of a run"):
+        hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
+
+
 def test_when_none_is_whole_all_are_listed(tmp_path):
     """And nothing is touched."""
     saved_run(tmp_path)

@@ -36,7 +36,7 @@ from hookline.errors import TraceError
 from hookline.files import replace_file
 
 FORMAT: Final = "hookline.trace"
-VERSION: Final = 1
+VERSION: Final = 2
 _RECORDS: Final = "records.jsonl"
 
 

@@ -458,7 +458,7 @@ class FollowedSteps:
 def _describe(forwards: dict[int, KeptForward], operator: int | None) -> str:
     """Return the batches of a step in words, or the one in which the operator of that number ran."""
     kept = list(forwards.values())
-    told = [describe_batch((each.args or each.kwargs) if each.batch is None else each.batch) for each in kept]
+    told = [describe_batch((each.args or (each.kwargs,)) if each.batch is None else each.batch) for each in kept]
     if operator is None or len(kept) == 1:
         return "; ".join(told)
     place = sum(each.begins_at <= operator for each in kept)

@@ -275,8 +275,8 @@ _FAR: Final = 9.0
 """Where the squared mean is this many times the variance (their ratio 3), both are taken about the mean. Sums of
 float32 have an error of 1e-7, of squares of rounded bfloat16 one of 1e-5; the variance sees it multiplied by this."""
 _TINY: Final = 1e-30
-"""The same number as in triton_programs.py."""
-"""Sums of squares below this may have lost numbers that are too small to be squared in float32."""
+"""Sums of squares below this may have lost numbers that are too small to be squared in float32. The same number stands
+in triton_programs.py."""
 _WIDE: Final = torch.float64
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookline.serve")
 
 PATIENCE_S: Final = 60.0
-"""How long a route waits for its turn between two forwards."""
+"""How long a route waits for its turn between two forwards; in vLLM, for the workers."""
 
 
 def _confined(given: ClientHook, folder: Path | None) -> ClientHook:
