@@ -611,6 +611,8 @@ def test_replicas_of_data_parallel_go_through_the_parts(ids: Tensor) -> None:
 
     plain = replica()(x)
     with hl.attach(parts["z"], _first_head_off):
+        with pytest.raises(hl.errors.HooksLeftError, match=r"\(the model\):z: "):
+            hl.assert_no_hooks(attention)
         assert torch.equal(replica()(x), attention(x))
         assert not torch.equal(replica()(x), plain)
     assert torch.equal(replica()(x), plain)

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,10 @@ def _check_threshold(name: str, value: float) -> None:
 logger = logging.getLogger(__name__)
 
 
+class _Sink(Protocol):
+    def emit(self, metrics: Any, epoch: int, hook_point: Any) -> None: ...
+
+
 class StatsReporter:
     """Collect the metrics of every tracker at the end of an epoch.
 
@@ -147,7 +151,7 @@ class StatsReporter:
     """
 
     def __init__(
-        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[Any] = ()
+        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[_Sink] = ()
     ) -> None:
         self.context, self.policy, self.sinks = context, policy, list(sinks)
         self._epoch = -1
@@ -211,7 +215,7 @@ class Trainer(Experiment):
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         *,
         optimizer: Optimizer | None = None,
-        sinks: Iterable[Any] = (),
+        sinks: Iterable[_Sink] = (),
         **others: Any,
     ) -> None:
         optimizer = torch.optim.AdamW(policy.parameters()) if optimizer is None else optimizer
@@ -273,7 +277,7 @@ class TrainTool:
         data: Any = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
         epochs: int = 1,
-        sinks: Iterable[Any] = (),
+        sinks: Iterable[_Sink] = (),
         **options: Any,
     ) -> None:
         self.policy, self.data, self.loss, self.epochs = policy, data, loss, epochs

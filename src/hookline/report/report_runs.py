@@ -197,10 +197,17 @@ def _name(facts: dict[str, Any], folder: Path, *, is_alone: bool) -> str:
     return " / ".join(str(part) for part in parts if part)
 
 
-def distinct_names(runs: Sequence[Any]) -> None:
+class _Named(Protocol):
+    """A run with a name that may be lengthened."""
+
+    name: str
+    folder: Path
+
+
+def distinct_names(runs: Sequence[_Named]) -> None:
     """Lengthen equal names of runs: by where their folders differ, and by numbers in one folder."""
     for label_of in (_by_folder, _by_number):
-        same: dict[str, list[Any]] = {}
+        same: dict[str, list[_Named]] = {}
         for run in runs:
             same.setdefault(run.name, []).append(run)
         for twins in same.values():
@@ -209,13 +216,13 @@ def distinct_names(runs: Sequence[Any]) -> None:
                     run.name += label
 
 
-def _by_folder(runs: list[Any]) -> list[str]:
+def _by_folder(runs: list[_Named]) -> list[str]:
     folders = [run.folder.resolve() for run in runs]
     shared = os.path.commonpath(folders)
     return [f" ({label})" if (label := os.path.relpath(folder, shared)) != "." else "" for folder in folders]
 
 
-def _by_number(runs: list[Any]) -> list[str]:
+def _by_number(runs: list[_Named]) -> list[str]:
     return [f" {number}" for number in range(1, len(runs) + 1)]
 
 

@@ -144,7 +144,8 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
     for name, place in places_in(model):
         drop_inert(place)
         hooks = _hooks_on(place) if foreign else _own_hooks(place)
-        left += [f"{name or THE_MODEL}: {text}" for text in hooks]
+        owner, colon, part = name.partition(":")
+        left += [f"{owner or THE_MODEL}{colon}{part}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
         are = f"{counted(len(left), 'hook')} {'is' if len(left) == 1 else 'are'}"
