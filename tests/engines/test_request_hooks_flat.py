@@ -116,8 +116,8 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
         ({"hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, NotAllowedError),
         ({"hook_factory": "hookline.factories:steer", "on": "forward_pre"}, OptionError),
         ({}, OptionError),
-        ({"hook_factory": "hookline.factories:steer", "on_error": "raise"}, OptionError),
-        ({"hook_factory": "hookline.factories:steer", "on_error": 3}, OptionError),
+        ({**STEER, "on_error": "raise"}, OptionError),
+        ({**STEER, "on_error": 3}, OptionError),
     ],
 )
 def test_what_a_request_may_not_ask_for(spec, error):

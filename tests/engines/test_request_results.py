@@ -275,7 +275,17 @@ def test_flags_that_nobody_asked_for_push_out_no_results(monkeypatch: pytest.Mon
         {"hidden_states": {}},
         {"hidden_states": {"layers": None}},
         {"hidden_states": {"layers": ["a"] * 257}},
-        {"hidden_states": {"layers": ["a"]}, "hooks": [{"target_modules": ["a"] * 200, "exclude": ["b"] * 100}]},
+        {
+            "hidden_states": {"layers": ["a"]},
+            "hooks": [
+                {
+                    "hook_factory": "hookline.factories:steer",
+                    "config": {"vector": [1.0]},
+                    "target_modules": ["a"] * 200,
+                    "exclude": ["b"] * 56,
+                }
+            ],
+        },
         {"hidden_states": {"layers": ["a"], "windw": 1}},
         {"hidden_states": {"layers": ["a"], "positions": [0] * 70_000}},
         {"hidden_states": {"layers": ["a"], "window": [1]}},

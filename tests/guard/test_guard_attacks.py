@@ -232,6 +232,7 @@ def test_a_hook_on_a_module_that_was_taken_out_is_off():
     first, other, expected = model[0], nn.ReLU(), model(X)
     with rollback(model):
         hl.attach(model, "0", lambda module, args, output: output + 1)
+        hl.attach(first, lambda module, args, output: output + 1)  # which the model itself knows nothing of
         del model[0]
         model.append(other)
         hl.attach(model, "1", lambda module, args, output: output + 1)

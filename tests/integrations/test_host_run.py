@@ -245,3 +245,19 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
     assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks
+
+
+def test_a_scheduled_hook_sees_the_gradients_that_the_host_has_cleared() -> None:
+    """They are held at the steps at which it is due."""
+    experiment, seen = _experiment(), {}
+
+    class Looks(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+        step_schedule = hl.StepSchedule("stride", stride=4)
+
+        def compute(self, ctx: hl.RunDataContext) -> None:
+            seen[ctx.step] = [parameter.grad is not None for parameter in experiment.model.parameters()]
+
+    train_by_hand(experiment, HostRun(manager=hl.HookManager(hooks=[Looks()])), epochs=2)
+    assert list(seen) == [0, 4, 8]
+    assert all(all(grads) for grads in seen.values())

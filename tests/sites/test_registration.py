@@ -67,8 +67,12 @@ def test_it_fires_before_what_it_is_shown_is_stored_and_what_it_returns_is_store
     def replace(*args: object) -> Any:
         return replacement
 
-    for hooks, expected in (([look], [guest]), ([look, replace, look], [guest, replacement])):
-        with hl.HandleSet(hl.attach(module, hook, on=kind) for hook in hooks):
+    for hooks, observe, expected in (
+        ([look], False, [guest]),
+        ([look, replace, look], False, [guest, replacement]),
+        ([look, replace], True, [guest]),
+    ):
+        with hl.HandleSet(hl.attach(module, hook, on=kind, observe=observe) for hook in hooks):
             store(kind, module, value=guest) if how == "method" else setattr(module, "guest", guest)
         assert [row[:2] for row in seen] == [(True, "guest")] * len(expected)
         assert [row[2] is value for row, value in zip(seen, expected, strict=True)] == [True] * len(expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers_hooks import context, fire, intervention, observer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
@@ -129,6 +129,7 @@ SCHEDULES = st.builds(
 @given(
     st.lists(SCHEDULES | st.builds(Primes), min_size=1, max_size=4), st.lists(st.booleans(), min_size=1, max_size=60)
 )
+@example([StepSchedule("stride", stride=3)], [True] * 8)
 def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(schedules, steps):
     """The short cut past steps at which nothing is due leaves none out; a loop may ask beforehand."""
     fired = [[] for _ in schedules]

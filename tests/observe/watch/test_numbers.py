@@ -77,6 +77,13 @@ def test_the_spread_is_right_however_far_the_mean_is(way: str, ratio: float, dty
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [0.1, 1.1, -7.3, 1e-5])
+def test_equal_numbers_have_no_spread(way: str, value: float) -> None:
+    """Not that of rounding."""
+    assert taken([torch.full((1001,), value)], ("std",), way)["std"] == 0.0
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
     """Twenty million zeros and one that is none: float32 could not tell."""
     zeros = torch.zeros(20_000_001, dtype=torch.int8)
@@ -86,6 +93,14 @@ def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
     take(engine, place, zeros, way)
     (cells,) = engine.read().values()
     assert (cells["count"], cells["zeros"], cells["over:0.5"]) == (20_000_001, 20_000_000, 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_with_nan_here_and_there_is_one_firing_with_nan(way: str) -> None:
+    """However far apart they are: long tensors are read in blocks."""
+    tensor = torch.ones(1 << 20)
+    tensor[::1000] = math.nan
+    assert taken([tensor, torch.ones(3)], ("norm",), way)["nonfinite"] == 1.0
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -69,6 +69,17 @@ def test_evaluations_of_a_foreign_loop_are_left_out_and_told(has_optimizer: bool
     assert "left out: 9 forwards in evaluation mode or without gradients; during={'train', 'eval'}" in repr(watch)
 
 
+def test_a_part_that_is_called_by_itself_goes_by_the_mode_of_now() -> None:
+    """Not by that of the last forward of the model."""
+    model, _ = make()
+    with hl.watch(model, "encoder.0") as watch:
+        model(torch.ones(6, 4))
+        expected = watch.to_metrics()
+        model.eval()
+        model.encoder(torch.full((6, 4), 100.0))
+        assert watch.to_metrics() == expected
+
+
 def test_evaluations_count_where_they_are_asked_for() -> None:
     """With during={"train", "eval"} everything, with "eval" the others alone; nothing, and a warning, where none is."""
     model, optimizer = make()
