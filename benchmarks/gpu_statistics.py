@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 import hookline as hl
 
-__all__ = ["HUNDRED", "Training", "gpu_compiled", "gpu_eager", "row", "watching"]
+__all__ = ["HUNDRED", "KINDS", "Training", "gpu_compiled", "gpu_eager", "row", "watching"]
 
 BATCHES = (8, 32)
 HUNDRED = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, Block)
 """All of GPT-2 but what only passes on: dropouts, and what holds the parts of a block together."""
-_KINDS = ("forward", "backward")
+KINDS = ("forward", "backward")
 _EAGER = {8: 1.25, 32: 1.12}
 _COMPILED = {
     (8, None): {"forward": 1.05, "forward + gradient": 1.1},
@@ -76,59 +76,42 @@ class Training:
 def gpu_eager(setting: Setting) -> Iterator[Row]:
     """A watched step, against the bare one; beside it what people write by hand."""
     for batch in BATCHES if setting.device.type == "cuda" else BATCHES[:1]:
-        yield from eager_at(setting, Training(setting, batch), _EAGER[batch])
-        _release(setting)
+        yield from _eager_at(setting, Training(setting, batch), _EAGER[batch])
+        torch.cuda.empty_cache()
 
 
-def eager_at(setting: Setting, training: Training, limit: float) -> Iterator[Row]:
-    """The same for one size of batch."""
-    model = training.model
-    ways: dict[str, tuple[str, float | None, Callable[[], AbstractContextManager[object]]]] = {
-        "watch": ("`hl.watch` on 100 modules, forward and backward, every step", limit, lambda: watching(training)),
-        "watch of all": ("`hl.watch` on all 150 modules, containers too", None, lambda: watching(training, target="*")),
-        "empty hooks": ("empty forward and gradient hooks", None, lambda: by_hand(model, nothing)),
-        "torch ops": ("the same by torch, without waiting", None, lambda: by_hand(model, without_waiting)),
-        "item": ("six numbers by `.item()`", None, lambda: by_hand(model, naive)),
+def _eager_at(setting: Setting, training: Training, limit: float) -> Iterator[Row]:
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "bare": nullcontext,
+        "bare again": nullcontext,
+        "watch": lambda: watching(training),
+        "item": lambda: by_hand(training.model),
     }
     trials = [
-        trial(name, training.step, inner=3, hooked=hooked, device=setting.device)
-        for name, (_, _, hooked) in ways.items()
+        trial(name, training.step, inner=3, hooked=hooked, device=setting.device) for name, hooked in ways.items()
     ]
-    trials += [trial(name, training.step, inner=3, device=setting.device) for name in ("bare", "bare again")]
     samples = interleave(trials, setting.rounds(15 if training.shape.batch <= 8 else 8))
     bare = training.peak(nullcontext)
-    for name, (words, at_most, hooked) in ways.items():
+    for name, words, at_most in (
+        ("watch", "`hl.watch` on 100 modules, forward and backward, every step", limit),
+        ("item", "six numbers by `.item()`", None),
+    ):
         whole = f"{name}, GPT-2 small step, batch {training.shape.batch}"
-        yield row(whole, words, training, samples, name, (training.peak(hooked), bare), at_most)
+        yield row(whole, words, training, samples, name, (training.peak(ways[name]), bare), at_most)
     yield every_fifty(setting, training)
 
 
 def every_fifty(setting: Setting, training: Training) -> Row:
-    """Fifty steps of which one is watched."""
+    """Fifty steps of which one is watched: the last; the first that is due comes before them."""
     steps = 50 if setting.device.type == "cuda" else 5
-    rounds = 3 if setting.quick or training.shape.batch > 8 else 5
-    samples: Samples = {"watch": [], "bare": [], "bare again": []}
-
-    def some() -> None:
-        for _ in range(steps):
-            training.step()
-
-    for number in range(rounds):
-        order = list(samples)
-        for name in order[number % 3 :] + order[: number % 3]:
-            with watching(training, every=steps) if name == "watch" else nullcontext():
-                training.step()  # for the watch, the first that is due; the last of those that follow is the next
-                samples[name].append(_seconds(setting, some))
+    ways = {"watch": lambda: watching(training, every=steps), "bare": nullcontext, "bare again": nullcontext}
+    trials = [
+        trial(name, training.step, inner=1, batch=steps, hooked=hooked, device=setting.device)
+        for name, hooked in ways.items()
+    ]
+    samples = interleave(trials, 3 if setting.quick or training.shape.batch > 8 else 5)
     name = f"watch every 50 steps, GPT-2 small, batch {training.shape.batch}"
     return row(name, "`hl.watch(every=50)`, fifty steps", training, samples, "watch", (0.0, 0.0), 1.02)
-
-
-def _seconds(setting: Setting, call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    if setting.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def gpu_compiled(setting: Setting) -> Iterator[Row]:
@@ -139,7 +122,7 @@ def gpu_compiled(setting: Setting) -> Iterator[Row]:
         for name in ("bare", *targets):
             training = trainings[name] = Training(setting, batch)
             if name != "bare":
-                kinds = _KINDS if "gradient" in name else _KINDS[:1]
+                kinds = KINDS if "gradient" in name else KINDS[:1]
                 watches.append(hl.watch(training.model, HUNDRED, on=kinds, optimizer=training.optimizer))
             training.run = compiled_own(training.model, mode)
             start = time.perf_counter()
@@ -157,7 +140,7 @@ def gpu_compiled(setting: Setting) -> Iterator[Row]:
         for watch in watches:
             watch.remove()
         del trainings, trials, training
-        _release(setting)
+        torch.cuda.empty_cache()
 
 
 def compiled_own(model: nn.Module, mode: str | None = None) -> nn.Module:
@@ -193,18 +176,13 @@ def row(
     )
 
 
-def _release(setting: Setting) -> None:
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 # -- ways to watch -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def watching(training: Training, target: Any = HUNDRED, **options: Any) -> Iterator[None]:
     """Outputs and gradients of a hundred modules."""
-    watch = hl.watch(training.model, target, on=_KINDS, optimizer=training.optimizer, **options)
+    watch = hl.watch(training.model, target, on=KINDS, optimizer=training.optimizer, **options)
     try:
         yield
         lost = [reason for reason in watch.report()["silent"].values() if "not counted" in reason]
@@ -214,16 +192,18 @@ def watching(training: Training, target: Any = HUNDRED, **options: Any) -> Itera
 
 
 @contextmanager
-def by_hand(model: nn.Module, look: Callable[[Tensor], object]) -> Iterator[None]:
-    """Hooks of torch on every module, for its output and the gradient of that."""
+def by_hand(model: nn.Module) -> Iterator[None]:
+    """What people write: numbers of each output and its gradient, by hooks of torch."""
+
+    def look(x: Tensor) -> None:
+        x = x.detach().float()
+        for found in (x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).float().mean()):
+            found.item()
 
     def forward(module: nn.Module, args: object, output: Tensor) -> None:
         look(output)
         if output.requires_grad:
-            output.register_hook(backward)
-
-    def backward(grad: Tensor) -> None:
-        look(grad)
+            output.register_hook(look)
 
     handles = [module.register_forward_hook(forward) for module in model.modules() if isinstance(module, HUNDRED)]
     try:
@@ -231,21 +211,3 @@ def by_hand(model: nn.Module, look: Callable[[Tensor], object]) -> Iterator[None
     finally:
         for handle in handles:
             handle.remove()
-
-
-def nothing(x: Tensor) -> None:
-    """Look at nothing."""
-
-
-def without_waiting(x: Tensor) -> Tensor:
-    """The statistics by operations of torch, left on the device."""
-    x = x.detach().float()
-    low, high = torch.aminmax(x)
-    return torch.stack([x.sum(), torch.linalg.vector_norm(x), low, high, (x == 0).float().mean(), x.isfinite().all()])
-
-
-def naive(x: Tensor) -> tuple[float, ...]:
-    """What people write."""
-    x = x.detach().float()
-    found = (x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).float().mean())
-    return tuple(each.item() for each in found)

@@ -16,6 +16,7 @@ from debugging import debug
 from emitting import emitting, emitting_five
 from firing import backward, forward, removed
 from functions import functions
+from gpu_llama import gpu_llama
 from gpu_sizes import gpu_sizes
 from gpu_statistics import gpu_compiled, gpu_eager
 from guarding import guarding, guarding_large
@@ -54,10 +55,11 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "gpu_eager": gpu_eager,
     "gpu_compiled": gpu_compiled,
     "gpu_sizes": gpu_sizes,
+    "gpu_llama": gpu_llama,
 }
 """Those with targets first."""
 
-_STATISTICS = ("gpu_eager", "gpu_compiled", "gpu_sizes")
+_STATISTICS = ("gpu_eager", "gpu_compiled", "gpu_sizes", "gpu_llama")
 ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
 ON_GPU = (
     *_STATISTICS,
