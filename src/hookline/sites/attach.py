@@ -15,16 +15,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import nn
 
-from hookline.errors import HookReturnError, HookSignatureError, OptionError
-from hookline.messages import type_name
+from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
-from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
-from hookline.sites.module_hooks import LOCK, add_entries, sweep
+from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
+from hookline.sites.module_hooks import LOCK, add_entries
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
@@ -181,8 +179,8 @@ def new_attachment(
 
 def _check_options(options: AttachOptions, kind: Kind) -> None:
     """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
-    for option, kinds in KINDS_OF_OPTION.items():
-        if getattr(options, option) and kind not in kinds:
+    for option in KINDS_OF_OPTION:
+        if getattr(options, option):
             kind.check_option(option)
     if options.scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {options.scope!r}.")
@@ -207,44 +205,9 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         attachment.context = open_context()
     handle = HookHandle(attachment)
     with LOCK:
-        sweep()
         try:
             add_entries(attachment, model, chosen)
         except BaseException:
             handle.remove()
             raise
-        if attachment.kind in REGISTRATION_KINDS:
-            register_with_torch(attachment)
         return handle
-
-
-# -- what is stored in a module ------------------------------------------------------------------------------------
-# torch keeps such hooks for the whole process alone, runs them in the order they came, and walks them live: one that
-# comes or goes while another runs makes torch raise.
-
-_STORED: Final = dict(zip(REGISTRATION_KINDS, (nn.Module, nn.Parameter, Tensor), strict=True))
-"""What the hooks of each kind may return, to be stored in place of what they were shown."""
-
-
-def register_with_torch(attachment: Attachment) -> None:
-    """Have torch run the hook for the modules of its entries, until it is removed; for all, if it is for everywhere."""
-    wanted: type = _STORED[attachment.kind]
-
-    def run(module: nn.Module, name: str, value: Any) -> Any:
-        for entry in attachment.members():
-            if attachment.everywhere or entry.container.module() is module:
-                entry.count()
-                result = entry.call(module, (name, value))
-                if result is None or attachment.order_group is OrderGroup.OBSERVE:
-                    return None
-                if isinstance(result, wanted):
-                    return result
-                raise HookReturnError(
-                    f"{attachment.kind.value} hook {attachment.name!r}, shown {name!r}, must return a "
-                    f"{wanted.__name__} or None, but got {type_name(result)}."
-                )
-        return None
-
-    what = attachment.kind.removeprefix("register_")
-    handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
-    attachment.on_remove = lambda attachment: handle.remove()

@@ -321,10 +321,6 @@ class HookContainer:
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off, unless it is off already, or torch's own handle does that."""
 
-    def alive(self) -> bool:
-        """Return whether the place is still there."""
-        return True
-
 
 class HookAtSite:
     """One hook on one module, function, tensor, …"""

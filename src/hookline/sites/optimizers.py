@@ -156,10 +156,6 @@ class _OptimizerHooks(HookContainer):
         found_inf = found_inf if isinstance(found_inf, Tensor) else None
         return OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1), found_inf)
 
-    def alive(self) -> bool:
-        """Return whether the optimizer is still there: it owns the dictionaries that torch's handles point to."""
-        return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
-
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""
         entry = HookAtSite(attachment, name, self, NO_MODEL)

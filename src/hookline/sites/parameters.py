@@ -29,7 +29,7 @@ from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
-from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module, sweep
+from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
 from hookline.sites.site_info import Site
 from hookline.sites.targets import (
     as_list,
@@ -181,10 +181,6 @@ class LeafHook(HookContainer):
         self._kept = tuple(entry for entry in ranked if not entry.owners)
         self._refs = tuple(map(weakref.ref, ranked))
 
-    def alive(self) -> bool:
-        """Return whether the leaf is still there."""
-        return self.hooks_of_leaf() is not None
-
 
 class _Leaves(dict[_HookAtLeaf, None]):
     """The hooks that were put on parameters through one counter; called when a forward begins."""
@@ -246,7 +242,6 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
     if lazy:
         raise UnhookableError(f"{listed(lazy)}: lazy, so not there yet; attach after the first forward.")
     with LOCK:
-        sweep()
         handle = HookHandle(attachment)
         try:
             if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
