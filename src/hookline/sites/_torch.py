@@ -196,13 +196,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def is_own_output(node: Any, since: int, module: nn.Module) -> bool:
     """Return whether a node is as young as a call of a module for which torch calls no backward hooks itself."""
-    return (
-        since <= node._sequence_nr() < _LEAF_SEQUENCE
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-        and not module_py._global_backward_hooks
-        and not module_py._global_backward_pre_hooks
-    )
+    return made_since(node, since) and not has_backward_hooks(module)
 
 
 def backward_hooks_of_call(depth: int) -> Any:

@@ -1,6 +1,6 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach``, ``specs`` and ``gradient_limits`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
+``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
 ``watch`` and ``trace`` only select. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`,
 which keeps our order and is found again by ``attached`` and ``debug.diagnose``.
 
@@ -82,12 +82,9 @@ class _HookAtLeaf(HookAtSite):
     def is_in_place(self) -> bool:
         """Return whether the hook's name still means its leaf."""
         owner, key = self.places[0]
-        module, hooks = owner(), self.container.hooks_of_leaf()
-        if module is not None and hooks is not None:
-            leaf = module._parameters.get(key)
-            if leaf is not None and _torch.leaf_hooks(leaf) is hooks:
-                return True
-        shard = self.shard()
+        module, shard = owner(), self.shard()
+        if module is not None and self.is_on(module._parameters.get(key)):
+            return True
         return shard is not None and self.is_on(_torch.sharded_parameter(shard))
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:

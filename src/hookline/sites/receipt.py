@@ -46,10 +46,6 @@ _NO_BACKWARD: Final = (
     "no backward pass came through its outputs before it came off: run the model with gradients (no torch.no_grad, and "
     "parameters, or an input of real numbers, with requires_grad_()), and call backward() inside of the with block"
 )
-_WHICH_RUN: Final = (
-    "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then "
-    "print(cache.names)."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +166,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired{where}"
         f"{', although the model ran' if model_ran else ''}. "
-        f"{reasons}.{f' {_WHICH_RUN}' if _UNCALLED in causes else ''}\n{help_line(HookNeverFired)}",
+        f"{reasons}.\n{help_line(HookNeverFired)}",
         HookNeverFired,
         stacklevel=caller_stacklevel(),
     )

@@ -237,13 +237,10 @@ def _other_grammar(text: str) -> str:
     dotted = _BRACKETS.sub(r".\1", text)
     if dotted != text:
         return f". Names have dots, not brackets: {dotted!r}"
-    if _NEGATIVE.search(text):
-        return ". Names count from 0; the last block is hookline.find(model, role='resid').names[-1]"
     if not _EXPRESSION.isdisjoint(text):
         return f". A regular expression is re.compile({text!r})"
     return ""
 
 
 _BRACKETS: Final = re.compile(r"(?<=\w)\[(-?\d+)\]")
-_NEGATIVE: Final = re.compile(r"(?<![^.])-\d+(?![^.])")
 _EXPRESSION: Final = frozenset("()|^$\\+")

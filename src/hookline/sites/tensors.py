@@ -144,11 +144,9 @@ def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
         raise UnhookableError(
             f"Only leaves accumulate a gradient; this {_described(computed)} was computed. Use on='grad'."
         )
-    name = attachment.options.name
     with LOCK:
-        for index, leaf in {id(leaf): (index, leaf) for index, leaf in enumerate(leaves)}.values():
-            own_name = name or _described(leaf) if len(leaves) == 1 else f"{name or 'tensors'}[{index}]"
-            hook_leaf(attachment, own_name, leaf, NO_MODEL)
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():
+            hook_leaf(attachment, attachment.options.name or _described(leaf), leaf, NO_MODEL)
         return HookHandle(attachment)
 
 
@@ -232,10 +230,9 @@ _HELD: Final[dict[Attachment, Any]] = {}
 
 
 def _node_of(given: Any) -> Any:
-    if isinstance(given, GradientEdge):
-        return given.node
     if isinstance(given, Tensor) and given.requires_grad:
-        return get_gradient_edge(given).node
+        given = get_gradient_edge(given)
+    given = given.node if isinstance(given, GradientEdge) else given
     if not hasattr(given, "register_prehook"):
         raise UnhookableError(
             f"attach_node takes a node of the autograd graph, got {type_name(given)}; pass the grad_fn of a tensor "
