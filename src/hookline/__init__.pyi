@@ -46,13 +46,13 @@ from hookline.report.loaded_run import load_run as load_run
 from hookline.report.loaded_run import load_runs as load_runs
 from hookline.report.report_page import write_report as write_report
 from hookline.sites.attach import attach as attach
+from hookline.sites.attach import clip_gradients as clip_gradients
+from hookline.sites.attach import freeze as freeze
 from hookline.sites.everywhere import attach_everywhere as attach_everywhere
 from hookline.sites.find import assert_no_hooks as assert_no_hooks
 from hookline.sites.find import attached as attached
 from hookline.sites.find import find as find
 from hookline.sites.functions.attach_function import attach_function as attach_function
-from hookline.sites.gradient_limits import clip_gradients as clip_gradients
-from hookline.sites.gradient_limits import freeze as freeze
 from hookline.sites.handle import HandleSet as HandleSet
 from hookline.sites.handle import HookHandle as HookHandle
 from hookline.sites.kinds import Kind as Kind

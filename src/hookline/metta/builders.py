@@ -303,7 +303,7 @@ class _OnLeaves(HandleSet):
             # By id: a weak reference would forbid torch.utils.swap_tensors. A new parameter with the id of a deleted
             # one has no hook yet: that went with the other.
             before = self._hooked.get(name)
-            if before is None or before[0] != id(parameter) or not before[1].alive:
+            if before is None or before[0] != id(parameter) or not _torch.tensor_hooks_of(parameter):
                 if before is not None:
                     before[1].remove()
                 handle = attach_tensor(parameter, partial(self._take, name), observe=True, name=name)

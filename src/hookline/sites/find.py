@@ -20,7 +20,7 @@ from hookline.sites import _torch
 from hookline.sites.attention import hooked_parts
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import ON_NO_MODEL
-from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks, sweep
+from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks
 from hookline.sites.optimizers import optimizer_entries, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import Layers, with_role
@@ -86,7 +86,6 @@ def find(
     The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
-    sweep()
     return Sites(
         [
             Site(name, module)
@@ -108,7 +107,6 @@ def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
     without ``within=``, whichever thread has put them on, and ``attach_everywhere``. Hooks on tensors and graph nodes
     go with these, and are in no list.
     """
-    sweep()
     found = {attachment.order: attachment for attachment in _attachments(where)}
     return [HookHandle(found[order]) for order in sorted(found)]
 
@@ -139,7 +137,6 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
     What a copied or unpickled model has kept of our hooks is cleared away first: it does nothing.
     """
     check_model(model)
-    sweep()
     left: list[str] = []
     for name, place in places_in(model):
         drop_inert(place)

@@ -30,7 +30,7 @@ from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.signature import changes_in_place, check_hook, check_observe, hook_name, may_return_value
-from hookline.sites.targets import check_model, select, without_scripted
+from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import clean_modules
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
@@ -231,10 +231,7 @@ def _modules(model: nn.Module, patterns: list[str], exclude: list[str]) -> SpecS
     ids = {id(module) for _, module in found}
     chosen = [named for named in clean_modules(model) if id(named[1]) in ids]
     chosen += [named for named in found if isinstance(named[1], AttentionPart)]
-    return SpecSites(
-        [name for name, _ in chosen],
-        lambda attachment: attach_to_modules(attachment, model, without_scripted(chosen, patterns)),
-    )
+    return SpecSites([name for name, _ in chosen], lambda attachment: attach_to_modules(attachment, model, chosen))
 
 
 def _parameters(model: nn.Module, patterns: list[str], exclude: list[str]) -> SpecSites:

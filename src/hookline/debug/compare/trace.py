@@ -36,7 +36,7 @@ from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import checked_optimizer
 from hookline.sites.parameters import select_parameters
-from hookline.sites.targets import check_model, select, without_scripted
+from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 from hookline.tree import leaves
 from hookline.when import StepSchedule
@@ -153,7 +153,7 @@ def _chosen(
     of_modules, of_parameters = ([kind for kind in kinds if (kind in PARAMETERS) is which] for which in (False, True))
     if of_modules:
         try:
-            modules = [module for _, module in without_scripted(select(model, targets, exclude=exclude), targets)]
+            modules = [module for _, module in select(model, targets, exclude=exclude)]
         except NoMatchError:
             if not of_parameters:
                 raise

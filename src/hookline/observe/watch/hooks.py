@@ -39,7 +39,7 @@ from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.parameters import select_parameters
-from hookline.sites.targets import Named, select, without_scripted
+from hookline.sites.targets import Named, select
 from hookline.sites.tensors import attach_tensor
 from hookline.tree import main_of, main_tensor
 
@@ -477,7 +477,7 @@ class WatchSites:
         chosen: list[Named] = []
         if modules:
             try:
-                chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+                chosen = select(self._model, target, exclude=exclude)
             except NoMatchError:
                 if not lenient:
                     raise
