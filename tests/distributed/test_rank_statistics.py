@@ -178,14 +178,13 @@ def test_a_tensor_whose_ranks_hold_summands_is_not_counted():
 
 
 @on_ranks.case
-def test_replicas_and_shards_can_be_declared():
-    """``replicated=`` counts the numbers of one rank of a group, ``sharded=`` those of all, whatever they are."""
+def test_replicas_can_be_declared():
+    """``replicated=`` counts the numbers of one rank of a group, whatever they are."""
     reference = one_process()
-    found, _ = watched(column_and_row(small_net(), mesh_of(4)), 0, 1, replicated="up", sharded="head")
+    found, _ = watched(column_and_row(small_net(), mesh_of(4)), 0, 1, replicated="up")
     ratios = {name: sum(found[name].values()) / sum(reference[name].values()) for name in found if "histogram" in name}
     different = {name: ratio for name, ratio in ratios.items() if ratio != 1}
-    assert set(different) == {f"{name}/{kind}/histogram" for name in ("up", "head") for kind in ("forward", "backward")}
-    assert ratios["head/forward/histogram"] == 4
+    assert set(different) == {f"{name}/{kind}/histogram" for name in ("up",) for kind in ("forward", "backward")}
     assert ratios["up/forward/histogram"] == pytest.approx(0.25, rel=0.1)  # whole numbers in each bin
 
 
@@ -242,13 +241,6 @@ def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it():
     assert watch.to_metrics() == {"loss/mean": 2.5, "loss/max": 5.0}
 
 
-def without_a_module() -> hl.observe.Watch:
-    model = small_net()
-    if dist.get_rank() == 3:
-        del model.down
-    return hl.watch(model, on=["forward", "param"])
-
-
 DIFFER: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "stats": (
         lambda: hl.watch(small_net(), stats=["mean"] if dist.get_rank() else ["max"]),
@@ -258,7 +250,6 @@ DIFFER: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: hl.watch(small_net(), "up" if dist.get_rank() == 3 else "*"),
         ["target: ranks 0, 1, 2: '*'; rank 3: 'up'", "(3,)"],
     ),
-    "modules": (without_a_module, ["rank 3 has no 'down.bias/param', 'down.weight/param', 'down/forward'"]),
 }
 
 

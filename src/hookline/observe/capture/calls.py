@@ -3,8 +3,8 @@
 ``capture`` puts the hooks of a `CaptureRecorder` on modules, and its `Cache` reads ``calls``. The recorder makes a
 `CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, casts, moves and copies tensors as
 asked. Reading a value checks that no tensor shared with the model was changed since. ``hookline.edits`` (`_tensors_of`)
-and comparisons (debug/compare/values.py) read `Captured` and `CapturedCall` by the names of their attributes; a file of
-``Cache.save`` has the keys of ``to_dict``. Change a name at all ends together.
+and comparisons (debug/compare/values.py) read `Captured` and `CapturedCall` by the names of their attributes: change a
+name at all ends together.
 
 A call is kept when its forward ends. With inputs or gradients it is opened before the forward, which may change its
 inputs in place. A gradient finds its call by step and number, so calls must be counted as gradient hooks count them.
@@ -254,21 +254,6 @@ class CapturedCall:
         """Yield every tensor that it holds, unchecked."""
         for kept in (*self.values.values(), *(self.gradients or ())):
             yield from tensors_of(kept.value)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all that it holds, checked; `of_dict` makes a call of it again."""
-        found: dict[str, Any] = {"step": self.step, "call": self.call, "output": self.output}
-        if "inputs" in self.values:
-            found |= {"inputs": self.inputs, "kwargs": self.kwargs}
-        return found if self.gradients is None else found | {"grads": self.grads}
-
-    @classmethod
-    def of_dict(cls, name: str, found: dict[str, Any]) -> CapturedCall:
-        """Return a call that holds what `to_dict` has given."""
-        grads = list(map(StoredValue, found["grads"])) if "grads" in found else None
-        call = cls(name, found["step"], found["call"], grads)
-        call.values = {key: StoredValue(found[key]) for key in ("output", "inputs", "kwargs") if key in found}
-        return call
 
     def _taken(self, key: str) -> StoredValue:
         if key not in self.values:

@@ -13,14 +13,12 @@ import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 
-from hookline import checkpoint_file
-from hookline.errors import CaptureError, CheckpointError, NoMatchError, OptionError, ResumeError
+from hookline.errors import CaptureError, NoMatchError, OptionError
 from hookline.messages import counted, nearest_names, size_text
 from hookline.observe.capture.calls import (
     NO_NUMBERS,
@@ -42,7 +40,7 @@ from hookline.sites.signature import HookTraits
 from hookline.sites.targets import Named, check_model, choose
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
-from hookline.tree import main_of, tensors_of, to_builtins
+from hookline.tree import main_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +60,9 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
     ``for name, captured in cache.items(): ...``; by role and block ``cache["resid", 3]``, and of all blocks
-    ``cache.stack("resid")``; ``cache.save("run.cache")`` and ``hookline.observe.Cache.load("run.cache")``.
+    ``cache.stack("resid")``; to a file, ``torch.save({name: cache[name].output for name in cache}, path)``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
-    Copies and pickles hold what a file would; they capture no more.
     """
 
     def __init__(self, recorder: CaptureRecorder, model: Callable[[], nn.Module | None] = lambda: None) -> None:
@@ -125,7 +122,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def _live_model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise CaptureError("Roles are read off the model, and this cache has none: it is gone, or this is a copy.")
+            raise CaptureError("Roles are read off the model, and this cache has none: it is gone.")
         return model
 
     def _in_role(self, place: tuple[str, int]) -> str:
@@ -194,35 +191,11 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self._recorder.clear()
         self._calls.clear()
 
-    def save(self, path: str | Path) -> Path:
-        """Write everything to a file, in a folder that is there; return the path.
-
-        Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
-        as a dict, a named tuple as a tuple, and an object that is none of these as a text that names its class.
-        """
-        path = Path(path)
-        try:
-            checkpoint_file.write(path, {_KEY: self._plain_calls()})
-        except CheckpointError as error:
-            raise CaptureError(f"{path} cannot be written: {error} index= converts what is captured.") from error
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> Cache:
-        """Read what ``save`` has written, to the CPU. No code of the file is run."""
-        try:
-            tree = checkpoint_file.read(Path(path), lambda device: torch.device("cpu"))
-        except (CheckpointError, ResumeError) as error:
-            raise CaptureError(f"{path} is no file of Cache.save() that can be read: {error}") from error
-        if _KEY not in tree:
-            raise CaptureError(f"{path} was not written by Cache.save(): there is no {_KEY!r} in it.")
-        return _closed_cache(tree[_KEY])
-
     def __enter__(self) -> Self:
         if self._is_closed:
             raise CaptureError(
-                "This cache is closed, and would capture nothing: its hooks came off at the end of its `with` block, "
-                "or it was loaded or copied. What it holds stays readable; for more, open another hl.capture(...)."
+                "This cache is closed, and would capture nothing: its hooks came off at the end of its `with` block. "
+                "What it holds stays readable; for more, open another hl.capture(...)."
             )
         self._recorder.can_stop = True
         return self
@@ -233,16 +206,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self.ended_early = isinstance(error, CaptureStopped) and error.owner is self._recorder
         return self.ended_early
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _closed_cache, (self._plain_calls(),)
-
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _plain_calls(self) -> dict[str, list[dict[str, Any]]]:
-        """Return all calls, checked, in tuples, lists and dicts alone."""
-        return {
-            name: [to_builtins(call.to_dict(), _plain_leaf) for call in calls] for name, calls in self._calls.items()
-        }
 
     def _why_none(self, name: str) -> str:
         return self.reasons[name]()
@@ -273,31 +237,6 @@ def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
     dtype = "–" if main is None else str(main.dtype).removeprefix("torch.")
     size = bytes_of(tensor for call in calls for tensor in call.tensors())
     return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(size)
-
-
-# -- copies and files ------------------------------------------------------------------------------------------------
-
-_KEY: Final = "hookline.capture"
-"""The one key of the tree in a file, which tells it from other files of `checkpoint_file`."""
-_PLAIN: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-
-
-def _closed_cache(calls: dict[str, list[dict[str, Any]]]) -> Cache:
-    """Return a cache that holds these calls and captures no more."""
-    cache = Cache(CaptureRecorder(ValueStore()))
-    cache._calls = {name: [CapturedCall.of_dict(name, call) for call in each] for name, each in calls.items()}
-    cache._is_closed = True
-    return cache
-
-
-def _plain_leaf(leaf: Any) -> Any:
-    """Return a tensor without its graph, a number or text as it is, and of another object its class in words."""
-    if checkpoint_file.is_sharded(leaf):
-        raise CaptureError("A tensor that ranks hold in parts is not copied: capture index=lambda x: x.to_local().")
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    kind = type(leaf)
-    return leaf if isinstance(leaf, _PLAIN) else f"<{getattr(leaf, 'kind', f'{kind.__module__}.{kind.__qualname__}')}>"
 
 
 # -- the verb --------------------------------------------------------------------------------------------------------

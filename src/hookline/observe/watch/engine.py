@@ -121,7 +121,7 @@ def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list
     return found
 
 
-_AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
+_AT_ONCE: Final = ("param", "param_grad")
 """Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``."""
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _PARTIAL: Final = (
@@ -174,7 +174,7 @@ class WatchedPlace:
         if type(tensor) not in _PLAIN:
             tensor = arrived(tensor)
             self.placed = placed(tensor, self.placed)
-            if self.placed is not None and self.placed.is_partial and self.kind != "param_grad_local":
+            if self.placed is not None and self.placed.is_partial:
                 self.silent = _PARTIAL
                 return None
             local = _torch.local_tensor(tensor)
