@@ -244,11 +244,11 @@ def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it():
 DIFFER: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "stats": (
         lambda: hl.watch(small_net(), stats=["mean"] if dist.get_rank() else ["max"]),
-        ["stats: rank 0: ('max',); ranks 1, 2, 3: ('mean',)", "(0,)"],
+        ["stats: rank 0: ('max',); ranks 1, 2, 3: ('mean',)"],
     ),
     "target": (
         lambda: hl.watch(small_net(), "up" if dist.get_rank() == 3 else "*"),
-        ["target: ranks 0, 1, 2: '*'; rank 3: 'up'", "(3,)"],
+        ["target: ranks 0, 1, 2: '*'; rank 3: 'up'"],
     ),
 }
 

@@ -238,9 +238,7 @@ def _check_options(what: str, options: list[dict[str, str]]) -> None:
     keys = dict.fromkeys(key for each in options for key in each)
     different = [key for key in keys if len({each.get(key) for each in options}) > 1]
     told = "; ".join(f"{key}: {in_words([each.get(key, 'absent') for each in options])}" for key in different)
-    most = Counter(map(repr, options)).most_common(1)[0][0]
-    ranks = tuple(rank for rank, each in enumerate(options) if repr(each) != most)
-    raise RankError(f"{what} is not the same on all ranks. {told}. Give every rank the same.", ranks=ranks)
+    raise RankError(f"{what} is not the same on all ranks. {told}. Give every rank the same.")
 
 
 # -- metrics, by the rule that each declares -----------------------------------------------------------------------

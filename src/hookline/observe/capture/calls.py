@@ -1,7 +1,7 @@
 """Record the calls of captured modules, and hand out what they took and returned, checked.
 
 ``capture`` puts the hooks of a `CaptureRecorder` on modules, and its `Cache` reads ``calls``. The recorder makes a
-`CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, casts, moves and copies tensors as
+`CapturedCall` for each call and stores values in it by a `ValueStore`, which cuts, moves and copies tensors as
 asked. Reading a value checks that no tensor shared with the model was changed since. ``hookline.edits`` (`_tensors_of`)
 and comparisons (debug/compare/values.py) read `Captured` and `CapturedCall` by the names of their attributes: change a
 name at all ends together.
@@ -70,14 +70,13 @@ class ValueStore:
 
     index: Any = None
     detach: bool = False
-    dtype: torch.dtype | None = None
     device: torch.device | None = None
     clone: bool = False
     _streams: set[Any] = field(default_factory=set)
     """CUDA streams that may still be copying into pinned memory."""
 
     def __post_init__(self) -> None:
-        self._is_plain = not (self.detach or self.clone or self.index is not None or self.dtype or self.device)
+        self._is_plain = not (self.detach or self.clone or self.index is not None or self.device)
         """Whether values are kept unchanged."""
 
     def keep(self, value: Any, side: str, name: str) -> StoredValue:
@@ -109,8 +108,6 @@ class ValueStore:
         piece = self._cut(tensor, what) if cuts else tensor
         if self.detach:
             piece = piece.detach()
-        if self.dtype is not None and piece.is_floating_point():
-            piece = piece.to(self.dtype)
         kept = self._move(piece)
         # A copy of a part lets the whole tensor be freed. Inference mode counts no changes: only a copy is safe from
         # them.
@@ -121,17 +118,12 @@ class ValueStore:
         """Return the part that ``index=`` asks for."""
         index = self.index
         try:
-            piece = index(tensor) if callable(index) else tensor[index]
+            piece: Tensor = index(tensor) if callable(index) else tensor[index]
         except Exception as error:
             raise CaptureError(
                 f"index={_shown(index)} does not fit the {what}, of shape {tuple(tensor.shape)} ({error}). Give one "
                 "that fits every tensor of every target, narrow the target, or give a function that looks at the shape."
             ) from error
-        if not isinstance(piece, Tensor):
-            raise CaptureError(
-                f"index={_shown(index)} made a {type(piece).__name__} of the {what}, of shape {tuple(tensor.shape)}; "
-                "a function given as index= takes a tensor and returns one."
-            )
         return piece
 
     def _move(self, piece: Tensor) -> Tensor:

@@ -259,7 +259,6 @@ def capture(
     clone: bool = False,
     detach: bool = False,
     device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
     index: Any = None,
     stop: bool = False,
     exclude: Target = None,
@@ -298,9 +297,9 @@ def capture(
         detach: Keep tensors without their graph.
         device: Move what is kept there. From CUDA to ``"cpu"`` the copies go into pinned memory while the run goes on;
             who reads a value, or leaves the block, waits for them.
-        dtype: Keep floating-point tensors in this type.
         index: Keep a part of each tensor that has dimensions: what goes between the brackets of ``tensor[…]``, or a
-            function from tensor to tensor. ``(slice(None), -1)`` is the last token of (B, T, D). The rest is let go.
+            function from tensor to tensor (``torch.Tensor.bfloat16``). ``(slice(None), -1)`` is the last token of
+            (B, T, D). The rest is let go.
         stop: End the forward as soon as every target was captured once; the rest of the ``with`` block is skipped. It
             ends by a ``BaseException``, which passes a model that catches every ``Exception``.
         exclude: Modules to leave out, in the same grammar as ``targets``.
@@ -321,10 +320,8 @@ def capture(
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     part = index if index is None or callable(index) else parse_index(index, new_dimensions=True)
-    kept_as = None if dtype is None else _parse_dtype(dtype)
-    kept_on = None if device is None else _parse_device(device)
     axes = TokenAxes.checking(model, part) if isinstance(part, tuple) else None
-    store = ValueStore(part, detach, kept_as, kept_on, clone)
+    store = ValueStore(part, detach, None if device is None else torch.device(device), clone)
     recorder = CaptureRecorder(store, inputs, grads, axes)
     chosen = choose(model, with_role(targets, role, layer=layer), exclude, strict=strict)
     if stop:
@@ -382,29 +379,3 @@ def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
             "those of others too, and cache.clear() forgets"
         )
     return likely_cause(entry, attachment)
-
-
-# -- options -------------------------------------------------------------------------------------------------
-
-
-def _parse_device(device: Any) -> torch.device:
-    """Return a device that this process has; raise for others."""
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise OptionError(f"device= is a device such as 'cpu' or 'cuda:0', got {device!r} ({first}).") from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device={device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
-    return found
-
-
-def _parse_dtype(dtype: Any) -> torch.dtype:
-    """Return a dtype of real numbers to keep floating-point tensors in."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptionError(
-            f"dtype= is a floating-point type such as torch.bfloat16 or 'float16', got {dtype!r}; tensors of other "
-            "types are kept as they are."
-        )
-    return found

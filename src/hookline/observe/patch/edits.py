@@ -566,13 +566,7 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Head
     return dataclasses.replace(edit, recorded=_only_one)
 
 
-def mean_ablate(
-    cache: Mapping[str, Any],
-    *,
-    dims: int | Sequence[int] | None = None,
-    index: IndexLike | None = None,
-    head: Heads = None,
-) -> Edit:
+def mean_ablate(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Put the mean of what a site gave in other runs in the place of its activation.
 
     Recipe::
@@ -584,23 +578,14 @@ def mean_ablate(
 
     Args:
         cache: What ``capture`` gave, or a dict from module names to tensors. The mean is taken when the patch is put
-            on, over all calls, in float32 or better; no gradients flow into it.
-        dims: The dimensions to average over. By default all but that of the units: the last one, of images (four
-            dimensions or more) the second. ``dims=0`` keeps one mean for each position.
+            on, over all calls, in float32 or better; no gradients flow into it. It is one number for each unit: of the
+            last dimension, of images (four dimensions or more) the second. For another mean there is `replace`.
         index: The part of the activation to ablate; all of it by default.
         head: The head of attention to ablate, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     _check_cache(cache, "mean_ablate")
-    over = (dims,) if isinstance(dims, int) else dims
-    options = "cache" if over is None else f"cache, dims={tuple(over)}"
-
-    def mean(found: list[Tensor], name: str) -> Tensor:
-        # Inside of attention, (batch, heads, tokens, width): a mean for each head. In vLLM, (tokens, heads, width).
-        inside = (0, 2) if found[0].dim() > 3 else (0,)
-        return _mean_of(found, inside if over is None and ":" in name else over, name)
-
-    edit = _edit(index, head, "mean_ablate", _put_back, (cache, _broadcasts), options)
-    return dataclasses.replace(edit, recorded=mean)
+    edit = _edit(index, head, "mean_ablate", _put_back, (cache, _broadcasts), "cache")
+    return dataclasses.replace(edit, recorded=_mean_of)
 
 
 def _put_back(
@@ -672,39 +657,20 @@ def _not_there(cache: Mapping[str, Any], name: str, word: str) -> NoMatchError:
     )
 
 
-def _mean_of(tensors: Sequence[Tensor], dims: Sequence[int] | None, name: str) -> Tensor:
-    """Return the mean over all calls and over ``dims``, which stay as dimensions of size 1."""
+def _mean_of(tensors: list[Tensor], name: str) -> Tensor:
+    """Return the mean over all calls, and over all dimensions but that of the units; these stay, of size 1."""
     first = tensors[0]
-    over = _all_but_units(first) if dims is None else _checked_dims(dims, first.dim(), name)
-    kept = {(tensor.dim(), *(size for dim, size in enumerate(tensor.shape) if dim not in over)) for tensor in tensors}
-    if len(kept) > 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
-        raise OptionError(
-            f"mean_ablate(dims={over}) cannot average the {len(tensors)} calls of {name!r}, whose shapes differ in "
-            f"other dimensions too: {shapes}. Give all of them in dims=."
-        )
+    if ":" in name:  # inside of attention, (batch, heads, tokens, width): one for each head; in vLLM without a batch
+        over = [0, 2] if first.dim() > 3 else [0]
+    else:
+        over = [dim for dim in range(first.dim()) if dim != unit_axis(first)]
     count = sum(math.prod(tensor.shape[dim] for dim in over) for tensor in tensors)
-    if not count:
-        raise OptionError(f"mean_ablate() has nothing to average for {name!r}: the cache holds empty tensors.")
     with torch.inference_mode(False), torch.no_grad():
         total = torch.zeros((), device=first.device)
         for tensor in tensors:
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=False)
             total = total + (wide.sum(over, keepdim=True) if over else wide)
         return total / count
-
-
-def _all_but_units(tensor: Tensor) -> tuple[int, ...]:
-    """Return every dimension but that of the units: the last, or the channels of images."""
-    units = unit_axis(tensor)
-    return tuple(dim for dim in range(tensor.dim()) if dim != units)
-
-
-def _checked_dims(dims: Sequence[int], num_dims: int, name: str) -> tuple[int, ...]:
-    for dim in dims:
-        if not -num_dims <= dim < num_dims:
-            raise OptionError(f"mean_ablate(dims={tuple(dims)}): {name!r} has {num_dims} dimensions in the cache.")
-    return tuple(sorted({dim % num_dims for dim in dims}))
 
 
 # -- functions as edits ----------------------------------------------------------------------------------------------

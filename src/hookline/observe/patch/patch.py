@@ -110,7 +110,9 @@ def patch(
         HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
     """
     check_model(model, edits)
-    kind = _FORWARD if on is None or on is _FORWARD else _checked_kind(on)
+    kind = _FORWARD if on is None else Kind.parse(on)
+    if kind not in (_FORWARD, Kind.FORWARD_PRE):
+        raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}.")
     if role is not None or layer is not None:
         edits = _for_role(edits, role, layer)
     if type(edits) is not dict and not isinstance(edits, Mapping):
@@ -186,17 +188,6 @@ def _empty(index: EditIndex) -> str:
         "generate() with a key-value cache the forward of a new token has one position; a function that declares site= "
         "can distinguish the forwards by site.step (0 is the prompt)."
     )
-
-
-def _checked_kind(on: str | Kind) -> Kind:
-    try:
-        kind = Kind.parse(on)
-    except KindError:  # which lists the kinds of ``attach``
-        kind = None
-    if kind not in (Kind.FORWARD, Kind.FORWARD_PRE):
-        more = "" if kind is None else ": gradients are edited by hookline.attach(…, on='backward')"
-        raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}{more}.")
-    return kind
 
 
 class _EditOutput:
