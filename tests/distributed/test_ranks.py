@@ -92,11 +92,6 @@ def lists_of_two_lengths() -> None:
     reduce_records(gather_objects({"a": [1.0] * (1 + this_rank())}, what="metrics"), lambda name: "mean")
 
 
-def other_options() -> None:
-    exchange = Exchange("watch", {"stats": ("mean", "max") if this_rank() else ("mean",), "target": "*"})
-    exchange.reduce([], np.zeros(0), np.zeros(0))
-
-
 def other_sizes() -> None:
     size = 1 + this_rank()
     Exchange("sizes").reduce([NamedPart("a", size, 0)], np.ones(size), np.zeros(0))
@@ -105,7 +100,6 @@ def other_sizes() -> None:
 MISFITS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "words": (lambda: gather_objects(1, what=f"thing {this_rank()}"), ["rank 0: thing 0", "rank 1: thing 1"]),
     "lengths": (lists_of_two_lengths, ["'a' is a list of 1 and 2 values", "concat"]),
-    "options": (other_options, ["stats: rank 0: ('mean',); rank 1: ('mean', 'max')", "same"]),
     "sizes": (other_sizes, ["'a' has not the same size", "2 + 0 numbers on rank 1"]),
 }
 

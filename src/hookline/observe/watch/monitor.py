@@ -276,7 +276,6 @@ class StepMonitor:
         except BaseException:
             made.remove(quiet=True)
             raise
-        made._engine.rereads = False
         self._end_part()
         made._passes.during.load_state_dict(self._watch._passes.during.state_dict())
         self._watch.remove(quiet=True)

@@ -6,13 +6,13 @@
 
 Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
 (``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
-has to be known here too (`_kind`, `_shard`).
+has to be known here too (`_shard`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
-    from hookline.observe.watch.row import Layout
 
 _MODULES: Final = ("forward", "backward")
 _PARAMETERS: Final = ("param", "param_grad")
@@ -50,16 +49,12 @@ class RankStats:
     Args:
         engine: The statistics of this rank.
         model: The model, for its tensor-parallel groups.
-        options: What has to be the same on all ranks.
         replicated: Modules whose activations are the same on all ranks of a tensor-parallel group.
     """
 
-    def __init__(
-        self, engine: StatsEngine, model: nn.Module, options: Mapping[str, Any] | None = None, replicated: Target = None
-    ) -> None:
+    def __init__(self, engine: StatsEngine, model: nn.Module, replicated: Target = None) -> None:
         self._engine = engine
         self._model = model
-        self._options = options
         self._replicated = set() if replicated is None else {name for name, _ in select(model, replicated)}
         self._checked: dict[str, Holding] | None = None
         self.left_out: dict[str, str] = {}
@@ -68,7 +63,7 @@ class RankStats:
     @cached_property
     def _exchange(self) -> Exchange:
         # Not before it is needed: exchanges are told apart by the order in which ranks make them.
-        return Exchange(f"watch of {type(self._model).__name__}", self._options)
+        return Exchange(f"watch of {type(self._model).__name__}")
 
     def to_metrics(self, snapshot: StatsSnapshot) -> dict[str, Any]:
         """Return every statistic of all ranks; every rank has to call it."""
@@ -121,7 +116,7 @@ class RankStats:
     def _check(self, holdings: dict[str, Holding]) -> None:
         """Note the modules with others inside of them that ranks do not have in common: stages of a pipeline."""
         containers = _containers(holdings)
-        groups = {held.ranks for label, held in holdings.items() if _kind(label) and label not in containers}
+        groups = {held.ranks for label, held in holdings.items() if _UNITS not in label and label not in containers}
         stage_of = {rank: {each for each in groups if rank in each} for rank in range(rank_count())}
         self.left_out = {}
         for label in containers:
@@ -139,7 +134,7 @@ class RankStats:
         kept = _rows(reduced.kept, [holdings[label].kept.start for label in places], num_kept)
         added[:, FIRES] = kept[:, -1]  # one process would have fired once, on the whole batch
         rows = np.concatenate([added, kept[:, :-1]], axis=1)
-        metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" if label else "" for label in places]))
+        metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" for label in places]))
         for label in labels:
             place, _, statistic = label.partition(_UNITS)
             name = statistic.partition(_UNITS)[0]
@@ -152,7 +147,7 @@ class RankStats:
                 continue
             else:
                 values = reduced.kept[holdings[label].kept]
-            metrics[f"{place}/{name}" if place else name] = BY_UNIT[name].as_metric(values.tolist())
+            metrics[f"{place}/{name}"] = BY_UNIT[name].as_metric(values.tolist())
         return metrics
 
 
@@ -169,35 +164,9 @@ def rank_in_words() -> list[str]:
     return [f"only rank {this_rank()} of {rank_count()}; to_metrics(), called on every rank, gives all together"]
 
 
-def same_on_ranks(target: Any, exclude: Any, kinds: Iterable[str], layout: Layout, every: Any) -> dict[str, Any]:
-    """Return the options of a watch that have to be the same on all ranks, in a form that can be compared."""
-    return {
-        "target": _comparable(target),
-        "exclude": _comparable(exclude),
-        "on": tuple(kinds),
-        "stats": layout.stats,
-        "every": every,
-    }
-
-
-def _comparable(target: Any) -> Any:
-    """Return names and patterns as they are; of objects, which are not the same on two ranks, their types."""
-    if target is None or isinstance(target, str | type):
-        return target
-    if isinstance(target, list | tuple):
-        return [_comparable(each) for each in target]
-    return type(target).__name__
-
-
-def _kind(label: str) -> str:
-    """Return the kind in a label; nothing for a value of the user's own, which has none."""
-    last = label.rpartition("/")[2]
-    return last if last in (*_MODULES, *_PARAMETERS) else ""
-
-
 def _containers(labels: Iterable[str]) -> list[str]:
     """Return the labels of modules that have another labelled module inside."""
-    names = {label: label.rpartition("/")[0] for label in labels if _kind(label) in _MODULES}
+    names = {label: label.rpartition("/")[0] for label in labels if label.rpartition("/")[2] in _MODULES}
     around: set[str] = set()
     for name in filter(None, set(names.values())):
         parts = name.split(".")

@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.error_policy import warn_user
@@ -40,7 +40,7 @@ from hookline.observe.watch.hooks import (
     WatchSites,
     checked_kinds,
 )
-from hookline.observe.watch.ranks import RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.ranks import RankStats, rank_in_words
 from hookline.observe.watch.row import Layout, table_of
 from hookline.phases import During, phase, validate_phases
 from hookline.sites.roles import Layers, with_role
@@ -134,8 +134,7 @@ def watch(
     schedule = StepSchedule.of(every)
     limit = None if budget is None else BudgetedSchedule(schedule, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler, limit)
-    same = same_on_ranks(target, exclude, kinds, layout, every)
-    found._ranks = RankStats(found._engine, found.model, same, replicated)
+    found._ranks = RankStats(found._engine, found.model, replicated)
     try:
         found._sites.choose(target, exclude, kinds, lenient=on is None)
         found._follow(optimizer)
@@ -192,8 +191,7 @@ class Watch(ShownAsTable):
         """
         snapshot = self._snapshot(reset=reset)
         is_alone = local or not is_distributed()
-        metrics = self._engine.to_metrics(snapshot) if is_alone else self._ranks.to_metrics(snapshot)
-        return metrics if self.budget is None else metrics | self.budget.to_metrics()
+        return self._engine.to_metrics(snapshot) if is_alone else self._ranks.to_metrics(snapshot)
 
     def _snapshot(self, *, reset: bool = False) -> StatsSnapshot:
         """Return all numbers of this rank as they are now; with `reset`, count from zero afterwards."""
@@ -208,13 +206,6 @@ class Watch(ShownAsTable):
     def reset(self) -> None:
         """Forget what was counted so far, and go on."""
         self._engine.reset()
-
-    def update(self, name: str, tensor: Tensor) -> None:
-        """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
-        if not isinstance(tensor, Tensor):
-            raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._steps.is_due and self._passes.counts_now():
-            self._engine.take(self._engine.place(name, ""), tensor)
 
     @property
     def steps(self) -> int:
@@ -323,7 +314,7 @@ class Watch(ShownAsTable):
         """Drop what was counted: training begins, and it was something else."""
         self._engine.flush()
         for place in list(self._engine.places.values()):
-            if place.kind not in ("", "param"):
+            if place.kind != "param":
                 place.empty()
         self._steps.restart(self._steps.what)
         self.on_forget()
@@ -475,11 +466,6 @@ class BudgetedSchedule:
             longest = max(1, math.floor(_LONGEST * rate))
             self.every = min(longest, max(1, math.ceil(cost * rate / (self.share * bare))))
             self.actual = cost * rate / self.every / bare
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return what was asked for, and, once it is known, what it costs and the interval of looks."""
-        asked = {"budget/asked": self.share}
-        return asked if self.actual is None else asked | {"budget/actual": self.actual, "budget/every": self.every}
 
     def __repr__(self) -> str:
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
