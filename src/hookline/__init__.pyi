@@ -38,8 +38,8 @@ from hookline.lifecycle.hook import TrainingHook as TrainingHook
 from hookline.lifecycle.manager import HookManager as HookManager
 from hookline.lifecycle.manager import record as record
 from hookline.lifecycle.registry import HookRegistry as HookRegistry
-from hookline.observe.capture.capture import capture as capture
-from hookline.observe.patch.patch import patch as patch
+from hookline.observe.capturing import capture as capture
+from hookline.observe.patching import patch as patch
 from hookline.observe.watch.watch import watch as watch
 from hookline.records.sink import MetricSink as MetricSink
 from hookline.report.loaded_run import load_run as load_run

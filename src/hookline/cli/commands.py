@@ -21,8 +21,8 @@ from string import Template
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
-from hookline.cli.screen import messages, print_table, shell_text, tell, tell_found, tell_json, tell_plan
-from hookline.errors import HooklineError, NoMatchError, OptionError
+from hookline.cli.screen import messages, print_table, tell, tell_found, tell_json, tell_plan
+from hookline.errors import HooklineError, OptionError
 from hookline.load import add_current_folder_to_path, load_object, without_arguments
 from hookline.messages import counted
 from hookline.plain import to_plain
@@ -149,10 +149,7 @@ def find(arguments: Sequence[str]) -> int:
     from hookline.sites import find as sites
 
     model = model_at(options.model)
-    try:
-        found = sites.find(model, options.pattern, exclude=options.exclude)
-    except NoMatchError as error:
-        raise NoMatchError(shell_text(error, options.model)) from None
+    found = sites.find(model, options.pattern, exclude=options.exclude)
     modules = [
         {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}
         for site in found
@@ -403,9 +400,7 @@ def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
         return ""
     try:
         find_sites(model, spec, strict=True)
-    except NoMatchError as error:
-        return shell_text(error, path)
-    except HooklineError as error:  # what cannot be hooked there, whatever its name
+    except HooklineError as error:  # or what cannot be hooked there, whatever its name
         return str(error)
     return ""
 

@@ -132,7 +132,6 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
 def _print_error(error: BaseException, *, debug: bool) -> None:
     """Print an error of hookline as a sentence; of others, or if asked to, the traceback."""
-    from hookline.cli.screen import shell_text
     from hookline.errors import HooklineError, help_line
 
     if debug or not isinstance(error, HooklineError):
@@ -141,4 +140,4 @@ def _print_error(error: BaseException, *, debug: bool) -> None:
     notes = getattr(error, "__notes__", ())
     if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
         notes = [note for note in notes if note != help_line(type(error))]
-    print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)
+    print("\n".join([f"hookline: {error}", *notes]), file=sys.stderr)

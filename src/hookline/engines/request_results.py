@@ -17,7 +17,7 @@ from torch import nn
 
 from hookline.engines.hidden_states import RequestStates, StateSource
 from hookline.engines.request_options import RequestOptions, remembered, split_key
-from hookline.errors import Hint, HooklineError, HookNameError, NoMatchError, OptionError
+from hookline.errors import HookNameError, NoMatchError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.sites.receipt import cause_around
 from hookline.sites.targets import select
@@ -286,13 +286,8 @@ class RequestResults:
 
 
 def error_to_plain(error: Exception) -> dict[str, str]:
-    """Return an error as plain data, for another process; of a KeyError, without the quotes that Python adds.
-
-    Hints are for the process that has the model: who asked the worker has neither ``hookline.find`` nor ``/modules``.
-    """
+    """Return an error as plain data, for another process; of a KeyError, without the quotes that Python adds."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if isinstance(error, HooklineError):
-        text = error.text(dict.fromkeys(Hint, ""))
     return {"type": type(error).__name__, "message": text}
 
 

@@ -39,7 +39,7 @@ from hookline.factories.factory_hook import ByModule, Observer, checked, read_op
 from hookline.factories.served_batch import Positions, Stage, measurable, output_tensor, running
 from hookline.files import replace_file
 from hookline.observe.host_values import sent_to_host
-from hookline.observe.patch.edits import find_main_input
+from hookline.observe.patching import find_main_input
 from hookline.observe.tokens import ChosenTokens, Tokens, serving
 from hookline.records.log import dumps
 from hookline.sites import _torch

@@ -17,8 +17,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, read_options, read_tensors, tried_by
 from hookline.factories.served_batch import TokenOptions, running
-from hookline.observe.patch.edits import main_output, misfit, rebuilt, shape_of, site_text
-from hookline.observe.patch.edits import steer as steer_edit
+from hookline.observe.patching import main_output, misfit, rebuilt, shape_of, site_text
+from hookline.observe.patching import steer as steer_edit
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind

@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.distributed.ranks import rank_names
 from hookline.error_policy import ErrorPolicy, error_text, warn_user
-from hookline.errors import GuardError, Hint, LifecycleError, OptionError, RankError
+from hookline.errors import GuardError, LifecycleError, OptionError, RankError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.hook import InterventionHook
 from hookline.tables import ShownAsTable, Table
@@ -469,16 +469,17 @@ class ManagedHooks(dict[str, "TrainingHook"]):
         else:
             undone = "what it did is undone, " if planned.intervenes else ""
             sentence = (
-                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues."
+                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues. "
+                "Further failures are counted in manager.hooks.errors, and in run.json."
             )
-            policy.warn_later(name, sentence, hint=Hint.LATER_FAILURES)
+            policy.warn_later(name, sentence)
         return True
 
     def settle(self, ranks: OneProcess, raised: BaseException | None = None) -> None:
         """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
         policy, failures, ranks.failures = self.policy, ranks.failures, {}
         for hook, texts in failures.items():
-            error = RankError(f"Hook {hook!r} raised {texts[min(texts)]} on {rank_names([*texts])}.", ranks=(*texts,))
+            error = RankError(f"Hook {hook!r} raised {texts[min(texts)]} on {rank_names([*texts])}.")
             if policy.on_error == "raise":
                 ranks.agreed_error = raised or error
                 raise ranks.agreed_error

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import GuardError, HooklineWarning, HookNameError, LifecycleError, MetricError, OptionError
-from hookline.guard.guard import Guard, GuardReceipt
+from hookline.guard.guard import GuardReceipt
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
 from hookline.lifecycle.context import CheckpointProfiler, RunDataContext
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from hookline.records.log import RecordLog
 
 _NOT_TRAINING: Final = in_phase("intervention")
-_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 _FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
@@ -90,7 +88,6 @@ class HookManager(PlanQueries):
         capabilities: What the run can do; hooks that require something else are left out, with a warning.
         on_error: When a hook raises, and what it did has been undone: ``"raise"``, ``"warn"`` (once; it stays on) or
             ``"disable"`` (logged; it is switched off). Metrics of the others go out in any case.
-        strict: Check that observers change nothing.
         reference_weights: For hooks that need them: tensors by parameter, a function that finds them, or a file.
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
@@ -110,7 +107,6 @@ class HookManager(PlanQueries):
         capabilities: Iterable[str] | None = None,
         *,
         on_error: str = "raise",
-        strict: bool = False,
         reference_weights: Any = None,
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
@@ -125,7 +121,6 @@ class HookManager(PlanQueries):
         self._known = self.plan.known
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
-        self.strict = strict
         self.fan_out = make_fan_out(sinks, log, step_metrics_log)
         """The log and the sinks."""
         if flush_every is not None and flush_every < 1:
@@ -135,8 +130,6 @@ class HookManager(PlanQueries):
         """Takes metrics to the log and the sinks, and knows the ranks of the run."""
         self._recorder = weakref.ref(self.output)
         self._reference = ReferenceWeights(reference_path if reference_weights is None else reference_weights)
-        self._checked: tuple[Any, Guard | None] = (None, None)
-        """A model, and the guard by which strict mode checks that observers change nothing of it."""
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -218,7 +211,7 @@ class HookManager(PlanQueries):
         step = self.global_step if self.global_step >= 0 else ctx.step
         firing = Firing(hooks.point, ctx, step, self.plan.position(ctx.epoch, ctx.step), self.output.ranks)
         observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
-        if interventions or self.strict:
+        if interventions:
             model_ctx = model_ctx() if callable(model_ctx) else model_ctx
             interventions = self._possible(interventions, model_ctx)
         outer = self.output.firing, RECORDER.output
@@ -230,11 +223,11 @@ class HookManager(PlanQueries):
                 if self.hooks.offloads or not (hooks.is_pure if due is hooks.hooks else is_pure(due)):
                     streams = hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
                     with self.hooks.on_device([planned.hook for planned in due]), streams:
-                        self._observe(firing, observers, model_ctx, is_before=bool(interventions))
+                        self._observe(firing, observers, is_before=bool(interventions))
                         if interventions:
                             self._intervene(firing, interventions, model_ctx)
                 else:
-                    self._observe(firing, observers, model_ctx)
+                    self._observe(firing, observers)
         except BaseException as error:
             self._end(firing, outer, error)
             raise
@@ -277,9 +270,7 @@ class HookManager(PlanQueries):
 
     # -- calling hooks -----------------------------------------------------------------------------------
 
-    def _observe(
-        self, firing: Firing, hooks: Sequence[PlannedHook], model_ctx: Any, *, is_before: bool = False
-    ) -> None:
+    def _observe(self, firing: Firing, hooks: Sequence[PlannedHook], *, is_before: bool = False) -> None:
         """Call the observers; if it ``is_before`` interventions, wait until no rank's has raised.
 
         Interventions wait for each other, in collectives. With several ranks the others run before an error is raised:
@@ -287,14 +278,13 @@ class HookManager(PlanQueries):
         """
         kept: BaseException | None = None
         ctx = firing.ctx
-        is_plain = not (self.strict or self.profiler.enabled)
         for planned in hooks:
             firing.current = planned
             start = perf_counter()
             try:
                 if planned.hook.needs_reference_weights:
                     self._reference.give(planned.hook)
-                found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, ctx, model_ctx)
+                found = self._compute_timed(planned, ctx) if self.profiler.enabled else planned.hook.compute(ctx)
                 if found is not None:
                     add_metrics(planned.name, found, firing.metrics, planned.hook.roots)
             except BaseException as error:
@@ -311,26 +301,9 @@ class HookManager(PlanQueries):
         if kept is not None:
             raise kept
 
-    def _compute_checked(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> Any:
-        with self._check(planned, ctx, model_ctx), self.profiler.section(planned.name):
+    def _compute_timed(self, planned: PlannedHook, ctx: RunDataContext) -> Any:
+        with self.profiler.section(planned.name):
             return planned.hook.compute(ctx)
-
-    def _check(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
-        """Return what raises, in strict mode, if an observer changes model, gradients, modes, switches or the batch.
-
-        Random streams count for a hook that is `pure`; for others they are put back anyway.
-        """
-        guard: Any = getattr(model_ctx, "guard", None)
-        if not self.strict or (guard is None and ctx.model is None):
-            return _NOTHING
-        if guard is None:
-            if self._checked[0] is not ctx.model:
-                self._checked = ctx.model, Guard(ctx.model)
-            guard = self._checked[1]
-        found: AbstractContextManager[Any] = guard.check_observers(
-            planned.name, random=bool(planned.hook.pure), batch=ctx.batch_data
-        )
-        return found
 
     def _possible(self, interventions: tuple[PlannedHook, ...], model_ctx: Any) -> tuple[PlannedHook, ...]:
         """Return the interventions that can run: all, or none, with a warning, where there is no model context."""

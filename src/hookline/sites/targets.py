@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
 from hookline.sites.attention import PARTS, AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
@@ -99,7 +99,7 @@ def found_by(search: Callable[[], list[_Found]], *, strict: bool) -> list[_Found
     except NoMatchError as error:
         if strict:
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
+        warnings.warn(HooklineWarning(*error.args), stacklevel=caller_stacklevel())
         return []
 
 
@@ -195,6 +195,7 @@ def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
 
 
 _GLOB: Final = frozenset("*?[#")
+_SEE_ALL: Final = "See all: print(hookline.find(model)), hookline find MODEL, or GET /modules of a server."
 
 
 @functools.lru_cache(maxsize=512)
@@ -217,8 +218,7 @@ def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception
         found = ", ".join(f"{role} ×{len(names)}" for role, names in find_roles(model).items())
         return NoMatchError(
             f"No module of this {kind} has the role {item.removeprefix(ROLE)!r}; found by structure: {found or 'none'}"
-            ". Name the modules instead.",
-            hint=Hint.LIST_MODULES,
+            f". Name the modules instead. {_SEE_ALL}"
         )
     names = [name for name, _ in everything if name]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
@@ -227,8 +227,7 @@ def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception
         near += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
     near += _other_grammar(item) if isinstance(item, str) else ""
     return NoMatchError(
-        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {near}.",
-        hint=Hint.LIST_MODULES,
+        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {near}. {_SEE_ALL}"
     )
 
 

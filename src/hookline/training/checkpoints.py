@@ -28,7 +28,7 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.checkpoint_file import PART, is_sharded, part_of
 from hookline.error_policy import error_text, warn_user
-from hookline.errors import CheckpointError, Hint, OptionError, RankError, ResumeError
+from hookline.errors import CheckpointError, OptionError, RankError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import type_name
 from hookline.plain import to_plain
@@ -406,8 +406,7 @@ class Saving(NotSaved):
             lines = "\n".join(f"  {line}" for line in changed)
             raise ResumeError(
                 f"The run in {path.parent} was saved with other settings (saved → now):\n{lines}\nNext: set them back, "
-                "or begin a run in another folder.",
-                hint=Hint.RESUME_ANYWAY,
+                "or begin a run in another folder. To continue anyway: --force, or Checkpoints(..., force=True)."
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):

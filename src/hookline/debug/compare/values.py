@@ -27,7 +27,7 @@ from hookline.errors import CompareError, OptionError
 from hookline.factories.factory_hook import read_tensors
 from hookline.guard.digest import dense
 from hookline.messages import type_name
-from hookline.observe.capture.capture import Cache
+from hookline.observe.capturing import Cache
 from hookline.sites.targets import name_matcher
 from hookline.tree import leaves
 
