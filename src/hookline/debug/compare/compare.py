@@ -31,7 +31,6 @@ def compare(
     rules: Sequence[Rule] = DEFAULT_RULES,
     rows: tuple[RowTable, RowTable] | None = None,
     dims: DimsOption = None,
-    mesh: Mapping[str, int] | None = None,
 ) -> Comparison:
     """Find where two runs part, and whether that is rounding or a bug.
 
@@ -62,7 +61,6 @@ def compare(
         rules: Which sites are the same although fused, paired or named in another way.
         rows: For A and for B, whose the rows are: `padded_rows` or `packed_rows`. Traces know.
         dims: How tensors lie on ranks, ``"b s h[tp] d"``, for all sites or by pattern; DTensors know.
-        mesh: Sizes of the axes that ``dims`` names, the outermost first; needed if there are several.
 
     Raises:
         CompareError: (a ValueError) nothing of the two can be compared; the message says why.
@@ -74,7 +72,7 @@ def compare(
     def read(source: RunSource, name: str, rows: RowTable | None) -> Run:
         run = read_run(source, name, rows)
         has_ranks = len({key.rank for key in run.values}) > 1
-        return unshard(run, dims, mesh) if has_ranks else run
+        return unshard(run, dims) if has_ranks else run
 
     run_a, run_b = read(a, "A", rows_a), read(b, "B", rows_b)
     notes: list[str] = []
