@@ -2,8 +2,8 @@
 
 `HookManager` saves once per firing and runs every intervention in a ``protecting`` block; in strict mode it runs
 observers in ``check_observers``. The loops make the `Guard` of a run and keep it; `ModelDataContext` makes one for
-other loops, and strict mode where there is none. `BadOperationFinder` uses a `Guard` directly. Users, `replay_check`,
-`bisect` and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run and `TorchSwitches` of
+other loops, and strict mode where there is none. `BadOperationFinder` uses a `Guard` directly. Users, `bisect`
+and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run and `TorchSwitches` of
 each block, and fills in a `GuardReceipt` for each block. The names of `SCOPES` are listed again in lifecycle/hook.py
 and lifecycle/registry.py; the kinds in `_FORBIDDEN` are those of `StateChange`: change both together.
 """
