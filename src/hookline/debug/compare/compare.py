@@ -15,7 +15,7 @@ from hookline.debug.compare.key import Pair, names_around
 from hookline.debug.compare.measure import measure
 from hookline.debug.compare.result import Comparison
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.rules import DEFAULT_RULES, Rule, find_gaps, pair_runs
+from hookline.debug.compare.rules import DEFAULT_RULES, Rule, few_partners, find_gaps, pair_runs
 from hookline.debug.compare.values import DimsOption, Run, RunSource, read_run, unshard
 from hookline.errors import CompareError, OptionError
 
@@ -77,7 +77,7 @@ def compare(
     run_a, run_b = read(a, "A", rows_a), read(b, "B", rows_b)
     notes: list[str] = []
     pairs = pair_runs(run_a, run_b, rules, notes)
-    gaps = find_gaps(pairs, run_a, run_b)
+    strangers, gaps = few_partners(pairs), find_gaps(pairs, run_a, run_b)
     notes += [*_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
     problems = [*run_a.problems, *run_b.problems]
     measure(pairs, problems)
@@ -93,8 +93,8 @@ def compare(
     notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         pairs,
-        blamed=[] if gaps.few_partners else find_blame(pairs),
-        missing=[*gaps.missing, *_lone_dtype(measured)],
+        blamed=[] if strangers else find_blame(pairs),
+        missing=[*strangers, *gaps, *_lone_dtype(measured)],
         notes=notes,
         problems=problems,
         left_out=[*run_a.left_out, *run_b.left_out],
