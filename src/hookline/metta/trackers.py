@@ -113,11 +113,6 @@ class ComponentTracker:
         with _LOCK:
             self._kept.clear()
 
-    def counted(self) -> dict[str, Any]:
-        """Return the state so far, by component, as plain tensors and numbers."""
-        with _LOCK:
-            return dict(self._kept)
-
     def _readable(self, component: str, value: Any) -> tuple[Tensor, int] | None:
         """Register ``component``; return the tensor to count and the dimension of its units, None if it has none."""
         self.register_component(component)
