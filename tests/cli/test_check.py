@@ -110,8 +110,8 @@ RUN = f"""\
 experiment: {TINY}
 config: {{epochs: 2}}
 hooks:
-  names: [norms, "k_seen.py:Seen", relu_activations]
-  config: {{relu_activations: {{targets: "1", per_unit: false}}}}
+  names: [norms, "k_seen.py:Seen", stats]
+  config: {{stats: {{targets: "1", every: 1, stats: "std"}}}}
 specs:
   - {{name: count, target_modules: ["1"], hook_factory: "experiments:count_calls", config: {{file: calls.txt}}}}
 sinks: {{csv: true, others: [{{sink: "{EXPERIMENTS}:LinesSink", options: {{ending: log}}}}]}}
@@ -143,7 +143,7 @@ def test_a_run_file_is_told_what_it_means(seen, capsys):
     assert run_here("check", write(RUN), "--model", f"{EXPERIMENTS}:Tiny") == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert rows["count"].split() == ["count", "forward", "1", "1"]
-    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, relu_activations"
+    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, stats"
     assert "epochs=2" in rows["config"]
     assert "nothing is wrong with it." in rows["run.yaml:"]
 
@@ -156,14 +156,14 @@ def test_a_run_file_brings_hooks_specs_and_sinks(seen, tmp_path):
     assert run_here("run", write(RUN)) == 0
     folder = tmp_path / "runs/tiny/forward"
     hooks = facts_of(folder)["hooks"]
-    assert list(hooks) == ["training_metrics", "norms", "seen", "relu_activations"]
+    assert list(hooks) == ["training_metrics", "norms", "seen", "stats"]
     records = records_of(folder)
     metrics = {name for record in records for name in record["metrics"]}
-    assert "relu_activations/active_fraction" in metrics
-    assert not any(name.startswith("activations/relu/") for name in metrics)  # per_unit: false
+    assert "stats/1/forward/std" in metrics
+    assert "stats/1/forward/mean" not in metrics
     assert len(Path("calls.txt").read_text()) >= 6  # 2 epochs of 3 steps, and evaluations
     assert (folder / "forward.csv").exists()
-    assert "relu_activations/active_fraction" in (folder / "lines.log").read_text()
+    assert "stats/1/forward/std" in (folder / "lines.log").read_text()
 
 
 def test_a_dry_run_shows_where_hooks_sit(seen, capsys):
