@@ -31,7 +31,8 @@ FUNCTIONS = _named("""
         attached audit capture clip_gradients compare doctor epoch_loop find follow freeze load_run load_runs parity
         patch
         record register_hooks rollback saved_tensors step_loop trace watch write_report
-    debug: read_trace trace_outputs find_bad_operations doctor bisect packed_rows padded_rows read_flight
+    debug: read_trace trace_outputs find_bad_operations doctor bisect packed_rows padded_rows
+        read_flight replay_check
     distributed: gather_objects is_distributed rank_count this_rank
     edits: ablate mean_ablate replace scale steer swap
     guard: rollback
@@ -63,7 +64,7 @@ CLASSES = _named("""
     debug: PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
         TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation
         Diagnosis FoundHook SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
-        RenameRule Flight FlightRecorder
+        RenameRule Flight FlightRecorder Replay
     distributed: Exchange
     edits: Edit
     guard: Guard ModelDataContext

@@ -15,7 +15,7 @@ from helpers_house import Mark, differences, fingerprint
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.debug import FlightRecorder, find_bad_operations, read_trace
+from hookline.debug import FlightRecorder, find_bad_operations, read_trace, replay_check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -134,6 +134,25 @@ def test_the_check_and_the_recorder_do_not_wait_for_the_device(tmp_path: Path) -
             torch.cuda.set_sync_debug_mode("default")
     assert check.reports == []
     assert recorder.written == []
+
+
+class Scattering(nn.Module):
+    """Adds numbers up in any order, as atomic additions do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.numel(), device=x.device) % 3
+        return x.new_zeros(3).index_add(0, places, x.flatten())
+
+
+def test_a_step_repeats_unless_it_adds_up_in_any_order() -> None:
+    """Dropout repeats; a million atomic additions do not, and the operator is named."""
+    run = Run(device=DEVICE)
+    assert replay_check(run.step, run.model, run.optimizer, run.data[0]).equal
+    model = nn.Sequential(nn.Linear(64, 64), Scattering()).to(DEVICE)
+    found = replay_check(lambda x: model(x).sum(), model, None, torch.randn(1 << 15, 64, device=DEVICE), times=5)
+    assert not found.equal
+    assert found.operator.startswith("aten.index_add")
+    assert found.where == "forward of '1'"
 
 
 class DrawsOnTheDevice(hl.TrainingHook):

@@ -142,7 +142,7 @@ def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
     assert [report.verdict for report in check.reports] == ["did not repeat"]
     assert "did not repeat" in str(check)
     assert "globals of Python, counters" in str(check)
-    assert "Next: hookline.audit" in str(check)
+    assert "Next: hookline.debug.replay_check" in str(check)
     assert check.reports[0].operation is None
 
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from helpers_house import differences, fingerprint
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.debug import find_bad_operations
+from hookline.debug import find_bad_operations, replay_check
 
 
 class Root(nn.Module):
@@ -101,7 +101,7 @@ def test_nothing_is_blamed_when_the_steps_before_cannot_be_repeated(monkeypatch:
     assert "data that the step fetches itself" in str(report)
 
 
-def test_several_optimizers_end_a_step_that_is_followed() -> None:
+def test_several_optimizers_end_a_step_that_is_followed_and_can_be_replayed() -> None:
     """The last one given ends it; lists that hold no optimizer are refused."""
     run = Halves()
     with find_bad_operations(run.model, [run.first, run.second]) as check:
@@ -110,6 +110,12 @@ def test_several_optimizers_end_a_step_that_is_followed() -> None:
     (report,) = check.reports
     assert (report.step, report.operation.operator) == (5, "aten.sqrt.default")
 
+    run = Halves()
+    before = run.state()
+    assert replay_check(run.step, run.model, [run.first, run.second], run.data[0]).equal
+    assert differences(before, run.state()) == []
+    with pytest.raises(hl.errors.OptionError, match="was not given"):
+        replay_check(run.step, run.model, run.first, run.data[0])
     for wrong in ([], [None]):
         with pytest.raises(hl.errors.OptionError, match="optimizer="):
             find_bad_operations(run.model, wrong, step_fn=run.step)

@@ -33,6 +33,8 @@ from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOpe
 from hookline.debug.first_bad.find_bad_operations import FirstBadOperation as FirstBadOperation
 from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
 from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
+from hookline.debug.first_bad.replay_check import Replay as Replay
+from hookline.debug.first_bad.replay_check import replay_check as replay_check
 from hookline.debug.parity.parity import Parity as Parity
 from hookline.debug.parity.parity import ParityCallback as ParityCallback
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker

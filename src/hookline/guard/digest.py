@@ -1,9 +1,9 @@
 """Digest tensors and the state of a run, so that two moments or two runs can be compared to the last bit.
 
-The audit of hooks, `check_hook` and the check of written checkpoints (runs/session.py) compare by
+The audit of hooks, `check_hook`, `replay_check` and the check of written checkpoints (runs/session.py) compare by
 `run_digest`, `digest` and `changed`; traces and the precision checker call `dense`. The order of `_things` is part of
 the result: the audit names the first difference as the cause. Beginnings of the names are read elsewhere: "weight " in
-testing/checking.py, `SWITCH` in the audit.
+testing/checking.py, "random stream" and `SWITCH` in first_bad/replay_check.py, `SWITCH` in the audit.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def restart_hook_stream() -> None:
 
 
 def _spoken(name: str) -> str:
-    """Return the name of a stream in messages."""
+    """Return the name of a stream in messages; first_bad/replay_check.py knows it by its beginning."""
     return f"random stream of {'Python' if name == 'python' else name}"
 
 

@@ -162,7 +162,7 @@ class BadStep(ShownAsTable):
 
 _UNRESTORED = (
     "Parameters, buffers, optimizer and random streams were put back; globals of Python, counters and what the step "
-    "reads by itself were not. Next: hookline.audit trains twice, and says what does not repeat"
+    "reads by itself were not. Next: hookline.debug.replay_check says what of a step does not repeat"
 )
 _TOLD = {
     "did not repeat": f"did not repeat: the step was run again from the same state and was finite. {_UNRESTORED}",
