@@ -101,13 +101,11 @@ def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_step
 def test_the_statistics_of_a_watch_are_placed_by_layer_and_kind() -> None:
     """Whatever the layers are called; a summary of the whole model has no layer."""
     found = layer_places(
-        ["stats/encoder/forward/mean", "stats/a/b.0/param_grad/norm", "stats/forward/mean", "train/loss",
-         "stats/encoder/param_grad_local/norm"]
-    )  # fmt: skip
+        ["stats/encoder/forward/mean", "stats/a/b.0/param_grad/norm", "stats/forward/mean", "train/loss"]
+    )
     assert found == {
         "stats/encoder/forward/mean": LayerPlace("stats/forward", "mean", "encoder"),
         "stats/a/b.0/param_grad/norm": LayerPlace("stats/param_grad", "norm", "a/b.0"),
-        "stats/encoder/param_grad_local/norm": LayerPlace("stats/param_grad_local", "norm", "encoder"),
     }
 
 

@@ -28,7 +28,7 @@ MISSING: Final = -float(np.finfo(np.float32).max)
 """Stands for no value in a grid: NaN is one, which a page shows as such. ``data.js`` has the same number."""
 _MAX_ANCHORS: Final = 1000
 """Between so many moments, the time and epoch of a step are interpolated."""
-KINDS: Final = ("forward", "backward", "param", "param_grad", "param_grad_local")
+KINDS: Final = ("forward", "backward", "param", "param_grad")
 """The kinds of a watch: ``hook/{layer}/{kind}/{statistic}``."""
 _THE_RUN: Final = ("train", "eval", "initial")
 """Metrics of the loop itself: ``eval/top1`` is no layer."""
