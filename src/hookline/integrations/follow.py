@@ -90,7 +90,7 @@ def follow(
         manager: A `HookManager` that is there already, in place of hooks and sinks.
         run_context: What hooks and sinks are told of the run (``run_dir=``, ``experiment_name=``, …).
         options: Those of `HostRun`: ``run_file``, ``hook_config``, ``loop``, ``snapshot_every``, ``flush_every``,
-            ``on_error``, …, and of `HookManager`: ``log``, ``strict``, ``profile_hooks``, …
+            ``on_error``, …, and of `HookManager`: ``log``, ``profile_hooks``, …
 
     Raises:
         UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.

@@ -64,7 +64,7 @@ class TrainingHook:
 
     ``compute`` returns numbers, tensors, lists or dictionaries by name, or None; they are reported as
     ``"hook/metric"``. Tensors stay on the device until they are flushed. An observer changes nothing: random numbers
-    it draws do not count, all else is its duty, which ``HookManager(strict=True)`` checks.
+    it draws do not count, all else is its duty, which `hookline.audit` checks.
     """
 
     name: str = ""
