@@ -372,6 +372,7 @@ def test_the_command_audits_run_files_and_experiments(
 ):
     """Exit codes 0 to 3; the answer on the standard output alone; reference weights reach the hook that needs them."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hl.HookRegistry, "_hooks", dict(hl.HookRegistry._hooks))  # the script adds one
     script = tmp_path / "audited_script.py"
 
     def hookline(*words: str) -> tuple[int, str]:
