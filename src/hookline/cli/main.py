@@ -52,12 +52,8 @@ options:
   --debug       whole tracebacks
 
 examples:
-  hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
-  hookline run my_file.py:MyExperiment --epochs 20 --hooks norms hessian --hook-config hessian.every_n_steps=50
-  hookline run mod_arithmetic --resume
+  hookline run mod_arithmetic --with-hooks observers --hook-csv
   hookline run --hooks norms -- python train.py --lr 1e-3
-  hookline find my_file.py:make_model 'layers.#.mlp'
-  hookline audit my_run.yaml --steps 50
 
 exit codes:
   0 done   1 the run failed   2 wrong use   3 not all hooks were attached, or fired   130, 143 stopped by Ctrl-C

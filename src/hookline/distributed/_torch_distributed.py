@@ -43,14 +43,6 @@ def new_gloo_group(timeout: timedelta, store: Any, rank: int, size: int) -> Any:
     return group
 
 
-def is_joining(model: nn.Module) -> bool:
-    """Return whether ``model.join()`` of DDP was entered, which lets ranks make different numbers of steps.
-
-    Without the attribute nobody is warned of it, and ranks that differ learn of it by the time-out.
-    """
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
 def fsdp_dimensions(model: nn.Module) -> set[tuple[str | None, tuple[int, ...]]]:
     """Return the mesh dimensions over which FSDP2 shards or replicates: the name of each, and the ranks of its mesh.
 

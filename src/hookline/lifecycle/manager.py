@@ -8,7 +8,6 @@ others go at once, and all are brought to the host before `FanOut` writes them. 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections import deque
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -35,14 +33,13 @@ from hookline.lifecycle.managed_hooks import (
     FiringReceipt,
     ManagedHooks,
     PlannedHook,
-    PlanQueries,
     ReferenceWeights,
     is_pure,
     split_roles,
 )
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.registry import choose_hooks
-from hookline.messages import did_you_mean, type_name
+from hookline.messages import type_name
 from hookline.observe.host_values import on_host
 from hookline.phases import in_phase
 from hookline.records.log import FanOut, own_rank
@@ -56,13 +53,13 @@ if TYPE_CHECKING:
     from hookline.records.log import RecordLog
 
 _NOT_TRAINING: Final = in_phase("intervention")
-_FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
 _NAMES: Final = frozenset({str})
+_STEP_POINTS: Final = (HookPoint.PRE_STEP, HookPoint.POST_STEP)
 
 
-class HookManager(PlanQueries):
+class HookManager:
     """Run hooks at the points of a run, and hand their metrics to sinks.
 
     Recipe::
@@ -111,13 +108,16 @@ class HookManager(PlanQueries):
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
     ) -> None:
-        config = _checked_config(hook_config)
+        config = dict(hook_config or {})
         reference_path = config.pop("reference_weights", {}).get("path")
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
             chosen = choose_hooks(hook_names, hooks, config)
         self.hooks = ManagedHooks(chosen, loop_type, on_error, offload=offload_state)
         """All hooks by name, in the order they were given; with their receipts, errors and costs."""
-        super().__init__(self.hooks.plan)
+        self.plan = self.hooks.plan
+        """Which hook runs at which point, in which order, on which steps, and what it needs; prints as a table."""
+        self.global_step = -1
+        """The current step of the run, counted from 0; -1 before the first. May be set by a loop that goes on."""
         self._known = self.plan.known
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
@@ -142,6 +142,51 @@ class HookManager(PlanQueries):
         for name, reason in reasons.items():
             warn_user(f"Hook {name!r} excluded: {reason}")
         self.hooks.exclude(reasons)
+
+    # -- what a loop may ask before it computes or allocates anything: is there a hook that needs it? With an
+    # ``epoch`` (in the step loop, the step), is there one whose window has that?
+
+    def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook fires at one of these points."""
+        return any(True for _ in self.plan.hooks_at(points, epoch))
+
+    def has_interventions(self) -> bool:
+        """Return whether any hook intervenes anywhere."""
+        return self.has_interventions_at(*HookPoint)
+
+    def has_interventions_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
+        return any(planned.intervenes for planned in self.plan.hooks_at(points, epoch))
+
+    def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
+        return self.plan.needs("needs_grads", *points, epoch=epoch)
+
+    needs_grad_accumulation_at = needs_grad_accumulation
+
+    def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
+        return self.plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
+
+    needs_pre_epoch_state_at = needs_pre_epoch_state
+
+    def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
+        return self.plan.needs("needs_prev_step_grads", *points, epoch=epoch)
+
+    needs_prev_step_grads_at = needs_prev_step_grads
+
+    def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
+        return self.plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self.global_step)
+
+    def has_active_step_hooks(self, epoch: int | None = None) -> bool:
+        """Return whether a hook is due at this step."""
+        return any(True for _ in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
+
+    def has_active_step_interventions(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step intervenes."""
+        return any(hook.intervenes for hook in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
 
     # -- steps and firings -------------------------------------------------------------------------------
 
@@ -249,8 +294,6 @@ class HookManager(PlanQueries):
         ctx = run_ctx() if callable(run_ctx) else run_ctx
         if not isinstance(ctx, RunDataContext):
             raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
-        if ctx.hook_point is not point and HookPoint.of(ctx.hook_point) is not point:
-            raise OptionError(f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}.")
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
     def _end(self, firing: Firing, outer: tuple[Firing | None, Any], error: BaseException | None = None) -> None:
@@ -277,14 +320,14 @@ class HookManager(PlanQueries):
         one of them may wait for the same hook of other ranks.
         """
         kept: BaseException | None = None
-        ctx = firing.ctx
         for planned in hooks:
             firing.current = planned
             start = perf_counter()
             try:
                 if planned.hook.needs_reference_weights:
                     self._reference.give(planned.hook)
-                found = self._compute_timed(planned, ctx) if self.profiler.enabled else planned.hook.compute(ctx)
+                with self.profiler.section(planned.name):
+                    found = planned.hook.compute(firing.ctx)
                 if found is not None:
                     add_metrics(planned.name, found, firing.metrics, planned.hook.roots)
             except BaseException as error:
@@ -300,10 +343,6 @@ class HookManager(PlanQueries):
             kept = firing.ranks.meet(kept, f"observers at {firing.place}")
         if kept is not None:
             raise kept
-
-    def _compute_timed(self, planned: PlannedHook, ctx: RunDataContext) -> Any:
-        with self.profiler.section(planned.name):
-            return planned.hook.compute(ctx)
 
     def _possible(self, interventions: tuple[PlannedHook, ...], model_ctx: Any) -> tuple[PlannedHook, ...]:
         """Return the interventions that can run: all, or none, with a warning, where there is no model context."""
@@ -400,9 +439,6 @@ class HookManager(PlanQueries):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned. Hooks that it does not have begin anew."""
-        missing = [key for key in ("global_step", "hooks", "step_metrics") if key not in state]
-        if missing:
-            raise OptionError(f"This is no state_dict() of a manager: it has no {', '.join(missing)}.")
         self.hooks.load_state_dict(state["hooks"], state.get("disabled", ()))
         self.output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
@@ -469,11 +505,7 @@ class HookManager(PlanQueries):
 
 
 def _check_nested(outer: Firing, firing: Firing, due: Sequence[PlannedHook]) -> None:
-    """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
-    if outer.thread != firing.thread:
-        raise LifecycleError(
-            f"{firing.point.name} was fired while another thread fires {outer.point.name}: give each its own manager."
-        )
+    """Refuse an intervention inside another, as they share one saved state."""
     inner = next((planned.name for planned in due if planned.intervenes), None)
     if inner is not None and outer.current is not None and outer.current.intervenes:
         raise LifecycleError(
@@ -489,21 +521,9 @@ def _context_of_fields(
     where = f"fire({point.name}, ...)"
     if run_ctx is not None:
         raise OptionError(f"{where} was given a context, and beside it {', '.join(fields)}; put them into the context.")
-    unknown = [name for name in fields if name not in _FIELDS]
-    if unknown:
-        meant = did_you_mean(unknown[0], _FIELDS)
-        raise OptionError(f"{where}: no field {unknown[0]!r}.{meant} A RunDataContext has {', '.join(_FIELDS)}.")
     if epoch is None:
         raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
-
-
-def _checked_config(config: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    found = config or {}
-    if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
-        form = '{"hessian": {"epsilon": 1e-3}}'
-        raise OptionError(f"hook_config= has a dictionary of arguments for each hook, {form}; got {config!r}.")
-    return dict(found)
 
 
 # -- metrics, to the log and the sinks ---------------------------------------------------------------------------
@@ -557,7 +577,6 @@ class Firing:
     current: PlannedHook | None = None
     """The hook that runs now."""
     receipts: list[FiringReceipt] = field(default_factory=list)
-    thread: int = field(default_factory=get_ident)
 
     @property
     def place(self) -> str:

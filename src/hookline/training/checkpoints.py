@@ -71,8 +71,6 @@ class Checkpoints:
         keep: How many of the newest stay.
         config: The settings of the run; going on with others is refused. If left out, ``experiment.config``.
         force: Go on with other settings all the same.
-        replay: Of a loader that can only be iterated (no length, no ``state_dict()``): whether it gives the same again
-            when random streams stand where they stood. Otherwise there are checkpoints only between passes over it.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Checkpoints:
         keep: int = 2,
         config: Mapping[str, Any] | Any = None,
         force: bool = False,
-        replay: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.every = None if every is None else whole_number("every", every, 1)
@@ -92,7 +89,6 @@ class Checkpoints:
         self.keep = whole_number("keep", keep, 1)
         self.config = config
         self.force = force
-        self.replay = replay
         self.count = 0
         """How many were written."""
 
@@ -325,7 +321,7 @@ class Saving(NotSaved):
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         self._core = RunState(self._experiment)
-        run.passes = self._passes = SavedPasses(self._experiment, self._core, replay=checkpoints.replay)
+        run.passes = self._passes = SavedPasses(self._experiment, self._core)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
@@ -487,7 +483,7 @@ class Saving(NotSaved):
             return ""
         return (
             f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass (give it "
-            "state_dict() and load_state_dict(), or see replay= of Checkpoints)"
+            "state_dict() and load_state_dict())"
         )
 
     def save_after_pass(self) -> None:

@@ -26,17 +26,14 @@ def both() -> list[dict[str, Any]]:
     return run_ranks(f"{SCENARIOS}:all_together")
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "in order", "weighted", "batches", "list"])
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "list"])
 def test_ranks_get_parts_of_one_length_that_make_the_whole(both, kind):
     """Every sample goes to a rank; another order in another epoch only where the loader shuffles."""
     first, second = (found["parts_of_data"][kind] for found in both)
-    number = 6 if kind == "weighted" else 5 if kind == "list" else 10
     for one, other in zip(first, second, strict=True):
-        if kind not in ("batches", "list"):
-            assert len(one) == len(other)
-        if kind != "weighted":
-            assert set(one) | set(other) == set(range(number))
-    assert (first[0] != first[1]) is (kind in ("shuffled", "weighted"))
+        assert len(one) == len(other)
+        assert set(one) | set(other) == set(range(5 if kind == "list" else 10))
+    assert (first[0] != first[1]) is (kind == "shuffled")
     assert all(found["parts_of_data"][f"{kind} again"] for found in both)
 
 
