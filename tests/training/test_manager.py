@@ -41,6 +41,13 @@ def test_hooks_come_by_name_as_objects_and_as_classes():
         manager.get_hook("b")
 
 
+class TakesNothing(TrainingHook):
+    hook_points = {POST_EPOCH}
+
+    def compute(self):
+        return {}
+
+
 class Writes(InterventionHook):
     hook_points = {POST_EPOCH}
     scope = "writes"
@@ -76,7 +83,10 @@ REFUSED = [
     ({"hooks": ["norms"]}, OptionError, "got a str.*hook_names="),
     ({"hook_config": {"paht": {"scale": 1}}}, HookNameError, "Unknown hook: 'paht'.*'path'"),
     ({"hooks": [observer("a")], "hook_config": {"a": {"scale": 1}}}, OptionError, "'a': it was given as an object"),
-    ({"hook_names": ["path"], "hook_config": {"path": {"sclae": 1}}}, TypeError, "'sclae'"),
+    ({"hooks": [TakesNothing()]}, HookSignatureError, r"TakesNothing\.compute.*compute\(self, ctx\)"),
+    ({"hook_names": ["path"], "hook_config": {"path": {"sclae": 1}}}, OptionError, "takes no 'sclae'; it takes scale"),
+    ({"hook_names": ["path"], "hook_config": ["epsilon"]}, OptionError, "a dictionary of arguments for each hook"),
+    ({"hook_names": ["path"], "hook_config": {"scale": 1}}, OptionError, "a dictionary of arguments for each hook"),
     ({"sinks": MemorySink()}, OptionError, "sinks= takes a list .* a MemorySink"),
     ({"sinks": MemorySink}, OptionError, "sinks= takes a list .* call it"),
     ({"loop_type": "epochs"}, OptionError, "loop_type= is 'epoch', 'step' or None"),

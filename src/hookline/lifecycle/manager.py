@@ -108,7 +108,7 @@ class HookManager:
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
     ) -> None:
-        config = dict(hook_config or {})
+        config = _checked_config(hook_config)
         reference_path = config.pop("reference_weights", {}).get("path")
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
             chosen = choose_hooks(hook_names, hooks, config)
@@ -524,6 +524,14 @@ def _context_of_fields(
     if epoch is None:
         raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
+
+
+def _checked_config(config: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    found = config or {}
+    if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
+        form = '{"hessian": {"epsilon": 1e-3}}'
+        raise OptionError(f"hook_config= has a dictionary of arguments for each hook, {form}; got {config!r}.")
+    return dict(found)
 
 
 # -- metrics, to the log and the sinks ---------------------------------------------------------------------------

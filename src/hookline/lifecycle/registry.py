@@ -7,6 +7,7 @@ up. A hook is imported and made when it is selected.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -267,7 +268,7 @@ def register_built_ins() -> None:
 
 
 def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
-    """Check that a hook says what it does, and takes back what it hands out."""
+    """Check that ``compute`` and ``intervene`` are there and take what they will be given."""
     cls = hook if isinstance(hook, type) else type(hook)
     is_intervention = issubclass(cls, InterventionHook)
     method, base = ("intervene", InterventionHook) if is_intervention else ("compute", TrainingHook)
@@ -279,17 +280,35 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would continue "
             "without: define set_state_tensors(self, tensors)."
         )
-    if is_intervention and hook.scope not in _SCOPES:  # type: ignore[union-attr]
-        raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
+    _check_call(cls, "compute", 1)
+    if is_intervention:
+        _check_call(cls, "intervene", 2)
+        if hook.scope not in _SCOPES:  # type: ignore[union-attr]
+            raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
+
+
+def _check_call(cls: type[TrainingHook], method: str, count: int) -> None:
+    function = inspect.getattr_static(cls, method)
+    if not inspect.isfunction(function):
+        return  # a static or class method, a partial: whoever does that knows what it takes
+    signature, wanted = inspect.signature(function), _CALLS[method]
+    try:
+        signature.bind(*[None] * (count + 1))
+    except TypeError as error:
+        raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
 
 
 def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
     """Make a hook of class `cls` with a copy of `options`; an argument it does not take is an error that names it."""
-    try:
-        return cls(**own_copy(dict(options)))
-    except TypeError as error:
-        error.add_note(f"These are arguments of the hook {cls.name!r}: {', '.join(options)}.")
-        raise
+    options = own_copy(dict(options))
+    parameters = inspect.signature(cls).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in options if name not in names]
+    if unknown and not takes_any:
+        known = ", ".join(names) or "no arguments"
+        raise OptionError(f"Hook {cls.name!r} takes no {', '.join(map(repr, unknown))}; it takes {known}.")
+    return cls(**options)
 
 
 # -- the hooks of a manager --------------------------------------------------------------------------------------
