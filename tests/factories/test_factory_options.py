@@ -57,7 +57,7 @@ def test_paths_in_options_are_listed(name: str) -> None:
         ("activation_stats", {"stats": 3}, "stats is a list of names"),
         ("activation_stats", {"log_every": 0}, "log_every is a whole number from 1 on, got 0"),
         ("activation_stats", {"log_every": True}, "log_every is a whole number"),
-        ("activation_stats", {"file": ""}, "file is a text that is not empty"),
+        ("steer", {"file": ""}, "file is a text that is not empty"),
         ("activation_stats", {"add_residual": "yes"}, "add_residual is true or false"),
         ("activation_stats", [1], "config is an object"),
         ("export", {}, "export needs a folder"),
