@@ -38,7 +38,6 @@ from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
 from hookline.training.loops import POINTS, LoopResult
-from hookline.training.ranks import warn_of_join
 from hookline.training.run import GradientRetention, Run, Schedule
 from hookline.training.state import GuardedState, Passes
 from hookline.tree import map_tensors
@@ -284,8 +283,6 @@ class HostRun:
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
-        if run.num_epochs < 2 and not self.manager.output.ranks.is_single:
-            warn_of_join(run.experiment.model)
         run.fire(HookPoint.PRE_EPOCH)
 
     def end_epoch(self) -> None:

@@ -19,9 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from hookline.distributed._torch_distributed import is_joining
 from hookline.distributed.ranks import rank_names
-from hookline.error_policy import warn_user
 from hookline.errors import OptionError, RankError
 from hookline.guard.loaders import samplers_of
 from hookline.guard.rng import RandomStates
@@ -119,15 +117,6 @@ def averaging_model(model: nn.Module) -> nn.Module:
         key = inner_key(inside)
         inside = None if key is None else inside._modules[key]
     return unwrap(model) if inside is None else inside
-
-
-def warn_of_join(model: nn.Module) -> None:
-    """Warn if the model is in ``model.join()``: ranks may then make different numbers of steps, and hooks cannot."""
-    if is_joining(model):
-        warn_user(
-            "The model is in model.join(), and hooks exchange metrics at the same steps on every rank: one that runs "
-            "out makes the others wait. Next: give every rank as many batches: DistributedSampler(drop_last=True)."
-        )
 
 
 def check_alike(model: nn.Module, ranks: OneProcess) -> None:
