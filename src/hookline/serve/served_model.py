@@ -104,7 +104,7 @@ class ServedModel:
 
         Forwards run the tokens before ``end``: not the last one of an answer.
         """
-        wanted.check(prompt, end - 1)
+        wanted.check(prompt)
         sources, count = self._sources(wanted), len(wanted.places(0, end, prompt))
         return sources, sum(count * self._states[source].nbytes for source in sources)
 
