@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookline.serve.hooks")
 
 T = TypeVar("T")
-Origin = Literal["start", "http"]
 Place = tuple[str, str]
 """The name of a module, and the kind of hook that is on it."""
 _Specs = Sequence[HookSpec | Mapping[str, Any]]
@@ -74,14 +73,7 @@ class LiveHook(ErrorHandlingHook):
     """``"h1"``, ``"h2"``, …; never used again. Those of requests have none."""
     handle: HookHandle
 
-    def __init__(
-        self,
-        spec: HookSpec,
-        hook: Any,
-        widths: Mapping[str, int],
-        origin: Origin = "http",
-        owner: RequestRows | None = None,
-    ) -> None:
+    def __init__(self, spec: HookSpec, hook: Any, widths: Mapping[str, int], owner: RequestRows | None = None) -> None:
         kind, site_type = spec.kind_and_site_type
         wants_site = check_hook(hook, kind, site_type=site_type)
         name = spec.name or (hook.name if isinstance(hook, FactoryHook) else hook_name(hook))
@@ -89,8 +81,6 @@ class LiveHook(ErrorHandlingHook):
         self.__qualname__ = name  # reports call it by this
         self.spec = spec
         """As it was given, but for ``on_error``."""
-        self.origin = origin
-        """Whether it came with the start or later, over HTTP."""
         self.owner = owner
         """The request that it belongs to; None for a hook of the engine."""
         self.fired = 0
@@ -202,7 +192,7 @@ class LiveHook(ErrorHandlingHook):
             **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
             "config": _shortened(to_plain(spec.config)),
             "matched": list(self.matched),
-            **{key: getattr(self, key) for key in ("origin", "fired", "last_step", "cost_us")},
+            **{key: getattr(self, key) for key in ("fired", "last_step", "cost_us")},
             **{key: getattr(self, key) for key in ("errors", "off", "last_error")},
         }
 
@@ -348,7 +338,6 @@ class LiveHooks:
         *,
         allow: Iterable[str] | None = None,
         strict: bool = True,
-        origin: Origin = "http",
         patience_s: float | None = None,
     ) -> LiveHook:
         """Attach one hook, wholly or not at all.
@@ -358,7 +347,6 @@ class LiveHooks:
                 which is taken at its word.
             allow: What paths of factories may begin with; None: what the engine allows.
             strict: Every pattern has to match; with False, one of them.
-            origin: Where the spec came from.
             patience_s: How long to wait for the running forward; None waits to its end.
 
         Raises:
@@ -367,7 +355,7 @@ class LiveHooks:
             OptionError: Its vector or head is not as long as the output of a module, where the engine knows that.
             Exception: Whatever the factory raises.
         """
-        added = self.add_all([spec], allow=allow, strict=strict, origin=origin, patience_s=patience_s)
+        added = self.add_all([spec], allow=allow, strict=strict, patience_s=patience_s)
         if not added:
             raise OptionError("Nothing was attached: the spec is not enabled, or nothing matches (see the log).")
         return added[0]
@@ -378,7 +366,6 @@ class LiveHooks:
         *,
         allow: Iterable[str] | None = None,
         strict: bool = False,
-        origin: Origin = "start",
         patience_s: float | None = None,
     ) -> _Hooks:
         """Attach several hooks, all or none; without ``strict``, log and skip those that match nothing.
@@ -387,7 +374,7 @@ class LiveHooks:
         """
         allow = self._allow if allow is None else allow
         allowed = None if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
-        return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
+        return _in_time(self._between(lambda: self._add(specs, allowed, strict)), patience_s)
 
     def remove(self, id: str, *, patience_s: float | None = None) -> LiveHook:
         """Remove one hook, and close what its factory made, unless another hook has the same.
@@ -449,12 +436,10 @@ class LiveHooks:
                     self._take_off(live)
         self._close_made([(live.hook, live) for live in hooks])
 
-    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
+    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool) -> _Hooks:
         first, self._numbered = self._numbered + 1, self._numbered + len(specs)
         checked = [self._checked(spec) for spec in specs]
-        factories = [
-            _Factory(spec, f"h{number}", allow, self.widths, origin) for number, spec in enumerate(checked, first)
-        ]
+        factories = [_Factory(spec, f"h{number}", allow, self.widths) for number, spec in enumerate(checked, first)]
         try:
             return self.attach(
                 [(each.spec, None if each.spec.hook_factory is None else each) for each in factories], strict=strict
@@ -586,7 +571,7 @@ class RequestHooks:
         )
         hook = _called(given, allow)
         try:
-            live = LiveHook.of(spec, hook, self._live.widths, "http", RequestRows(id, self._inputs))
+            live = LiveHook.of(spec, hook, self._live.widths, RequestRows(id, self._inputs))
             live.check_sites(names)
         except BaseException:
             close_hook(hook)

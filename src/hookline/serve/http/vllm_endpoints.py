@@ -106,7 +106,7 @@ class WorkerCalls(HookPaths):
     async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook in all workers, or in none."""
         async with self._changes:
-            answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow], True, "http")
+            answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow])
             try:
                 return merge_hooks(answers)[0]
             except Exception:
