@@ -141,16 +141,6 @@ class LiveHook(ErrorHandlingHook):
         return zip(self.matched, repeat(self.spec.kind_and_site_type[0].value))
 
     @property
-    def last_step(self) -> int | None:
-        """Return the forward of the model in which it was last due; None if it never was."""
-        return self.handle.report().last_step
-
-    @property
-    def cost_us(self) -> float | None:
-        """Return the microseconds of one call on the host; None before the first."""
-        return self._seconds / self.fired * 1e6 if self.fired else None
-
-    @property
     def errors(self) -> int:
         """Return how often it raised."""
         return self.policy.counts[self.name]
@@ -159,11 +149,6 @@ class LiveHook(ErrorHandlingHook):
     def last_error(self) -> str | None:
         """Return the last exception, with its place."""
         return self.policy.last.get(self.name)
-
-    @property
-    def removed(self) -> bool:
-        """Return whether it has been removed."""
-        return self.handle.removed
 
     def metrics(self) -> dict[str, float]:
         """Return what the hook itself measures; an error of it is counted."""
@@ -192,7 +177,9 @@ class LiveHook(ErrorHandlingHook):
             **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
             "config": _shortened(to_plain(spec.config)),
             "matched": list(self.matched),
-            **{key: getattr(self, key) for key in ("fired", "last_step", "cost_us")},
+            "fired": self.fired,
+            "last_step": self.handle.report().last_step,
+            "cost_us": self._seconds / self.fired * 1e6 if self.fired else None,  # of one call, on the host
             **{key: getattr(self, key) for key in ("errors", "off", "last_error")},
         }
 

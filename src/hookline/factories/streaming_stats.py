@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import output_tensor, shape_of, without_padding
+from hookline.factories.served_batch import output_tensor, without_padding
 from hookline.observe.watch.engine import Note, StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of, streams_of
@@ -59,8 +59,6 @@ class StreamedModule:
     copies: Copies | None = None
     """What copies its outputs, if it may."""
     calls: int = 0
-    shape: tuple[int, ...] = ()
-    """That of its last output, for an alarm."""
     was_logged: bool = False
     """Whether an alarm has told of it."""
 
@@ -415,7 +413,6 @@ class NanAlarm(StreamingObserver):
             self._next = time.monotonic() + _PAUSE
 
     def _add(self, seen: StreamedModule, real: Tensor, gathered: Gathered | None = None) -> None:
-        seen.shape = shape_of(real)
         super()._add(seen, real, gathered)
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[BAD]:
@@ -425,9 +422,8 @@ class NanAlarm(StreamingObserver):
         if not seen.was_logged:
             seen.was_logged = True
             alarm_logger.warning(
-                "%s gave out %d NaN and %d infinities, in a tensor of shape %s, in call %d",
-                seen.name, int(nan), int(inf), seen.shape, seen.calls,
-            )  # fmt: skip
+                "%s gave out %d NaN and %d infinities, in call %d", seen.name, int(nan), int(inf), seen.calls
+            )
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
