@@ -36,7 +36,7 @@ from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook, find_sites, hooks_of, register_hooks
 from hookline.specs.hook_spec import HookSpec
-from hookline.tree import children, map_tensors, rebuilt
+from hookline.tree import leaves, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -378,13 +378,8 @@ class LiveHooks:
         return [live for live in self.on if live.owner is None]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of each hook by its id; hooks without ``to_metrics`` are left out."""
-
-        def measure() -> dict[str, dict[str, float]]:
-            with_metrics = (live for live in self.list() if callable(getattr(live.hook, "to_metrics", None)))
-            return {live.id: live.metrics() for live in with_metrics}
-
-        return self._between(measure).result()
+        """Return the metrics of each hook by its id."""
+        return self._between(lambda: {live.id: live.metrics() for live in self.list()}).result()
 
     def close(self) -> None:
         """Remove all hooks for good, the last first, and flush them."""
@@ -744,26 +739,19 @@ def _part(value: Any, rows: _Rows | None) -> Any:
 
 def _with_part(value: Any, edited: Any, rows: _Rows) -> Any:
     """Return `value` with the rows of the request from `edited`, which has the structure that `_part` gave."""
-    if isinstance(value, Tensor):
-        return _with_rows(value, edited, rows)
-    parts = children(value)
-    if parts is None:
-        return value
-    new = dict(children(edited) or ())
-    if len(new) != len(parts):
-        raise OptionError(f"A hook of a request returned {type_name(edited)} in place of {type_name(value)}.")
-    return rebuilt(value, {key: _with_part(child, new[key], rows) for key, child in parts})
+    given = dict(leaves(edited))
 
+    def put(path: str, tensor: Tensor) -> Tensor:
+        own, new = rows.cut(tensor), given.get(path)
+        if own is None:
+            return tensor
+        if not isinstance(new, Tensor) or new.shape != own.shape:
+            found = tuple(new.shape) if isinstance(new, Tensor) else type_name(new)
+            raise OptionError(f"A hook of a request returned {found} in place of rows of shape {tuple(own.shape)}.")
+        changed = tensor.clone()
+        place = rows.cut(changed)
+        assert place is not None
+        place.copy_(new)
+        return changed
 
-def _with_rows(value: Tensor, edited: Any, rows: _Rows) -> Tensor:
-    own = rows.cut(value)
-    if own is None:
-        return value
-    if not isinstance(edited, Tensor) or edited.shape != own.shape:
-        found = tuple(edited.shape) if isinstance(edited, Tensor) else type_name(edited)
-        raise OptionError(f"A hook of a request returned {found} in place of rows of shape {tuple(own.shape)}.")
-    changed = value.clone()
-    place = rows.cut(changed)
-    assert place is not None
-    place.copy_(edited)
-    return changed
+    return map_tensors(value, put)
