@@ -276,8 +276,6 @@ def test_flags_that_nobody_asked_for_push_out_no_results(monkeypatch: pytest.Mon
         {"hidden_states": {"layers": ["a"], "windw": 1}},
         {"hidden_states": {"layers": ["a"], "positions": [0]}},
         {"hidden_states": {"layers": ["a"], "window": [1]}},
-        {"hidden_states": {"layers": ["a"], "window": [3, 1]}},
-        {"hidden_states": {"layers": ["a"], "window": [2, 2]}},
         {"hidden_states": {"layers": ["a"], "window": [0, 1], "positions": "last"}},
     ],
     ids=lambda given: str(given)[:40],

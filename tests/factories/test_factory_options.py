@@ -65,7 +65,6 @@ def test_paths_in_options_are_listed(name: str) -> None:
         ("export", {"folder": "x", "max_bytes": -1}, "max_bytes is a whole number"),
         ("steer", {}, "takes a vector, or a file that has one, got none"),
         ("steer", {"vector": [1.0], "file": "a"}, "got both"),
-        ("steer", {"vector": [1.0], "key": "a"}, "there is no file"),
         ("steer", {"vector": ["a"]}, "vector is a list of numbers"),
         ("steer", {"vector": [[1.0]]}, "one row of finite real numbers"),
         ("steer", {"vector": []}, "one row of finite real numbers"),

@@ -83,12 +83,7 @@ class StatesWanted:
 
     def __post_init__(self) -> None:
         """Raise for options that do not go together."""
-        if self.window is None:
-            return
-        first, end = self.window
-        if end is not None and (first < 0) == (end < 0) and end <= first:
-            raise OptionError(f"window is [first, behind the last], and {[first, end]} ends before it starts.")
-        if self.positions != "all":
+        if self.window is not None and self.positions != "all":
             raise OptionError("hidden_states takes positions or a window, not both.")
 
     def check(self, prompt: int) -> None:

@@ -311,8 +311,6 @@ class ExportItem:
     tensor: Tensor
     chosen: ChosenTokens | None = None
     """Whose entries it has, one after the other; None if it is the whole output."""
-    is_by_row: bool = False
-    """Whether it has one entry for each request of the batch, not for each token, such as a pooled vector."""
     ready: Any = None
     """The event after which a copy from a GPU is complete."""
 
@@ -329,8 +327,6 @@ def item_of(
     entries = chosen.pick(tensor)
     if entries is not None:
         return ExportItem(module, call, entries, chosen)
-    if tokens.width is not None and tensor.dim() >= 2 and len(tensor) == len(tokens.requests):
-        return ExportItem(module, call, tensor, chosen, is_by_row=True)
     return ExportItem(module, call, tensor) if stage in ("both", tokens.phase) else None
 
 
@@ -366,9 +362,6 @@ def _pieces_of(item: ExportItem) -> Iterator[_Piece]:
     tokens, begin = chosen.tokens, 0
     for row in chosen.rows:
         of_request = {**line, "request": tokens.requests[row] or None, "phase": tokens.phases[row]}
-        if item.is_by_row:
-            yield item.tensor[row], of_request
-            continue
         own = tokens.of_request(row)
         first, length = own.firsts[0], own.lengths[0]
         positions = _numbers(own.positions) if first is None else list(range(first, first + length))

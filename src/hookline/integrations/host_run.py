@@ -682,8 +682,6 @@ def make_manager(
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
-        if not isinstance(manager, HookManager):
-            raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
         others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
         if beside := [f"{name}=" for name, value in others.items() if value is not None]:
             raise OptionError(
