@@ -82,7 +82,7 @@ def test_options_of_our_factories_are_tried(factory, config, said, capsys, tmp_p
 
 def test_good_options_are_tried_without_writing(capsys, tmp_path):
     """Each of our factories that makes files is tried, and makes none."""
-    options = {"export": {"folder": "e", "positions": "last"}, "activation_stats": {"file": "s.jsonl", "log_every": 5}}
+    options = {"export": {"folder": "e", "positions": "last"}, "activation_stats": {"log_every": 5}}
     options |= {"nan_alarm": {}}
     specs = [SPEC | {"hook_factory": f"hookline.factories:{name}", "config": each} for name, each in options.items()]
     specs.append(SPEC | {"hook_factory": "hookline.debug:trace_outputs", "config": {"folder": "t", "tensors": ["1"]}})

@@ -17,7 +17,7 @@ FACTORIES = ("activation_stats", "export", "nan_alarm", "steer", "probe")
 NEEDED: dict[str, dict[str, Any]] = {
     "export": {"folder": "states"},
     "steer": {"vector": [1.0]},
-    "probe": {"head": factories.ProbeHead([(torch.ones(1, 2), torch.zeros(1))])},
+    "probe": {"head": factories.ProbeHead(torch.ones(2), 0.0)},
 }
 
 
@@ -57,7 +57,7 @@ def test_paths_in_options_are_listed(name: str) -> None:
         ("activation_stats", {"stats": 3}, "stats is a list of names"),
         ("activation_stats", {"log_every": 0}, "log_every is a whole number from 1 on, got 0"),
         ("activation_stats", {"log_every": True}, "log_every is a whole number"),
-        ("activation_stats", {"file": ""}, "file is a text that is not empty"),
+        ("steer", {"file": ""}, "file is a text that is not empty"),
         ("activation_stats", {"add_residual": "yes"}, "add_residual is true or false"),
         ("activation_stats", [1], "config is an object"),
         ("export", {}, "export needs a folder"),
@@ -65,7 +65,6 @@ def test_paths_in_options_are_listed(name: str) -> None:
         ("export", {"folder": "x", "max_bytes": -1}, "max_bytes is a whole number"),
         ("steer", {}, "takes a vector, or a file that has one, got none"),
         ("steer", {"vector": [1.0], "file": "a"}, "got both"),
-        ("steer", {"vector": [1.0], "key": "a"}, "there is no file"),
         ("steer", {"vector": ["a"]}, "vector is a list of numbers"),
         ("steer", {"vector": [[1.0]]}, "one row of finite real numbers"),
         ("steer", {"vector": []}, "one row of finite real numbers"),

@@ -278,7 +278,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
         found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
         assert nested_differences(found, expected) == []
     assert nested_differences(second.left()["state"], whole.left()["state"]) == []
-    with pytest.raises(LifecycleError, match="followed run"):
+    with pytest.raises(LifecycleError, match="has no loop"):
         run.load_state_dict({})
 
 

@@ -143,10 +143,7 @@ def test_start_up_files_pass_over_what_matches_nothing(engine, caplog) -> None:
     before = len(MADE)
     specs = [spec("counting", name="a"), spec("counting", "nowhere.*", name="b"), spec("counting", "lm_head", name="c")]
     added = engine.hooks.add_all(specs)
-    assert [(live.name, live.matched, live.origin) for live in added] == [
-        ("a", (LAYER,), "start"),
-        ("c", ("lm_head",), "start"),
-    ]
+    assert [(live.name, live.matched) for live in added] == [("a", (LAYER,)), ("c", ("lm_head",))]
     assert "No modules matched hook spec 'b'" in caplog.text
     assert [made.closed for made in MADE[before:]] == [0, 1, 0]
 

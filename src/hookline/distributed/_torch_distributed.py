@@ -1,6 +1,6 @@
 """Call what torch.distributed does not document, each with the versions it was checked on.
 
-`ranks`, `shards` and `training.ranks` call it. Checked on torch 2.11 and 2.13.
+`ranks` and `shards` call it. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -41,8 +41,6 @@ class SteerOptions(TokenOptions):
         if (self.vector is None) == (self.file is None):
             what = "both" if self.vector is not None else "none"
             raise OptionError(f"steer takes a vector, or a file that has one, got {what}.")
-        if self.file is None and self.key is not None:
-            raise OptionError("steer: key is the name of a tensor in file, and there is no file.")
 
     def read_vector(self) -> Tensor:
         """Return the vector, from the config or the file."""

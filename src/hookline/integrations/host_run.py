@@ -639,21 +639,16 @@ def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
 def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
     """Return the state that is this rank's; tell the user where it goes on with that of another."""
     about = state["ranks"]
-    found = {name: part for name, part in state.items() if name != "ranks"}
-    if about["count"] != ranks.size:
-        if ranks.rank == 0:
-            warn_user(
-                f"The state of the hooks was saved by {about['count']} ranks, and the run continues with {ranks.size}: "
-                f"all continue with the state of rank {about.get('rank', 0)}."
-            )
-    elif "by_rank" in about:
-        found = about["by_rank"][ranks.rank]
-    elif about["rank"] != ranks.rank:
+    is_same = about["count"] == ranks.size
+    if is_same and "by_rank" in about:
+        own: dict[str, Any] = about["by_rank"][ranks.rank]
+        return own
+    if not is_same or about["rank"] != ranks.rank:
         warn_user(
-            f"The state of the hooks is only of rank {about['rank']}, and rank {ranks.rank} continues with it. "
-            "Next: save on every rank, by state_dict(all_ranks=True)."
+            f"The state of the hooks is of rank {about.get('rank', 0)} of {about['count']}, and rank {ranks.rank} of "
+            f"{ranks.size} continues with it. Next: save on every rank, by state_dict(all_ranks=True)."
         )
-    return found
+    return {name: part for name, part in state.items() if name != "ranks"}
 
 
 def _to_cpu(tensor: Tensor) -> Any:
@@ -687,8 +682,6 @@ def make_manager(
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
-        if not isinstance(manager, HookManager):
-            raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
         others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
         if beside := [f"{name}=" for name, value in others.items() if value is not None]:
             raise OptionError(
