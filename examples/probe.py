@@ -41,7 +41,7 @@ def train(model: LlamaForCausalLM, file: Path) -> str:
     ids = torch.randint(60, (256, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), hl.capture(model, layer, detach=True) as cache:
         model(ids)
-    head = train_probe(cache[layer].output, torch.isin(ids, VOWELS), weight_decay=1e-4)
+    head = train_probe(cache[layer].output, torch.isin(ids, VOWELS), hidden=16, weight_decay=1e-4)
     head.save(file)
     print(f"offline: {head.facts['rows']} tokens of {layer}, held-out accuracy {head.facts['held_out_accuracy']:.4f}")
     return layer

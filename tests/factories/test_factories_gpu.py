@@ -50,7 +50,7 @@ def no_waiting() -> Iterator[None]:
 
 def head_of(width: int) -> ProbeHead:
     """A head whose logit is the first unit."""
-    return ProbeHead(torch.eye(width)[0], 0.0)
+    return ProbeHead([(torch.eye(width)[:1], torch.zeros(1))])
 
 
 def model_of(width: int = 64) -> nn.Sequential:

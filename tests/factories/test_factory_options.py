@@ -17,7 +17,7 @@ FACTORIES = ("activation_stats", "export", "nan_alarm", "steer", "probe")
 NEEDED: dict[str, dict[str, Any]] = {
     "export": {"folder": "states"},
     "steer": {"vector": [1.0]},
-    "probe": {"head": factories.ProbeHead(torch.ones(2), 0.0)},
+    "probe": {"head": factories.ProbeHead([(torch.ones(1, 2), torch.zeros(1))])},
 }
 
 

@@ -27,22 +27,25 @@ CORNERS = ((POINTS[:, 0] > 0) ^ (POINTS[:, 1] > 0)).long()
 
 def head_for(unit: int, width: int = 8, threshold: float = 0.5) -> ProbeHead:
     """Return a head whose logit is one unit of the activations."""
-    return ProbeHead(torch.eye(width)[unit], 0.0, threshold=threshold)
+    weight = torch.zeros(1, width)
+    weight[0, unit] = 1.0
+    return ProbeHead([(weight, torch.zeros(1))], threshold=threshold)
 
 
-def test_a_probe_learns_a_plane() -> None:
+def test_a_linear_probe_learns_a_plane_and_a_hidden_layer_what_is_none() -> None:
     """Accuracy on rows that training has not seen; opposite corners are the control, which no plane separates."""
     assert train_probe(POINTS * 7 + 3, HALVES).facts["held_out_accuracy"] > 0.95
     assert train_probe(POINTS, CORNERS).facts["held_out_accuracy"] < 0.75
+    assert train_probe(POINTS, CORNERS, hidden=16).facts["held_out_accuracy"] > 0.85
 
 
 def test_training_leaves_random_streams_alone_and_repeats_itself(tmp_path: Path) -> None:
     """The same rows give the same head; saved and loaded it gives the same scores, to the last bit."""
     state = torch.get_rng_state()
     with torch.inference_mode():  # as captured activations may be
-        head = train_probe(POINTS.clone(), HALVES.tolist())
+        head = train_probe(POINTS.clone(), HALVES.tolist(), hidden=4)
     assert torch.equal(torch.get_rng_state(), state)
-    again = train_probe(POINTS, HALVES)
+    again = train_probe(POINTS, HALVES, hidden=4)
     head.save(tmp_path / "head.safetensors")
     loaded = ProbeHead.load(tmp_path / "head.safetensors")
     assert torch.equal(head.scores(POINTS), loaded.scores(POINTS))
@@ -172,7 +175,7 @@ def test_a_token_without_a_score_is_flagged(value: float) -> None:
     assert {request: [flag.score for flag in flags] for request, flags in read_flags(table).items()} == {"b": [1.0]}
     assert hook.to_metrics()["Identity.0/flagged"] == 1
     with pytest.raises(OptionError, match="have NaN"):
-        ProbeHead(torch.full((8,), value), 0.0)
+        ProbeHead([(torch.full((1, 8), value), torch.zeros(1))])
 
 
 @pytest.mark.parametrize(
@@ -191,8 +194,8 @@ def test_options_of_a_probe_are_checked_when_it_is_made(config: dict[str, Any], 
     """Each mistake is an OptionError that says what to write."""
     with pytest.raises(OptionError, match=says):
         probe(config)
-    with pytest.raises(OptionError, match="a weight for each feature"):
-        ProbeHead(torch.ones(2, 3), 0.0)
+    with pytest.raises(OptionError, match="lead from features to one number"):
+        ProbeHead([(torch.ones(2, 3), torch.ones(2))])
 
 
 def test_groups_are_held_out_whole() -> None:

@@ -162,7 +162,7 @@ def test_a_hook_gets_nothing_of_another_request_from_inputs_or_storage() -> None
 
 def test_a_probe_of_a_request_ends_its_answer_alone(tiny: Any, plain: list[Answer]) -> None:
     """The head comes as data; the flag is in the answer of the request that brought it."""
-    head = ProbeHead(torch.zeros(32), 9.0).to_plain()  # finds everything
+    head = ProbeHead([(torch.zeros(1, 32), torch.full((1,), 9.0))]).to_plain()  # finds everything
     config = {"head": head, "action": "stop", "name": "all"}
     probe = {"target_modules": [LAYER], "hook_factory": "hookline.factories:probe", "config": config}
     found = run_together(tiny, (), (probe,), ())

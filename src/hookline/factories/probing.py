@@ -1,15 +1,16 @@
 """``probe``: score every token of outputs by a small trained head, while a model answers.
 
-Users call `train_probe` on captured activations: a head is a direction and an offset (logistic regression). Specs and
-users make the hook with it. Scores are added up by the engine of ``watch``; what is over the threshold
+Users call `train_probe` on captured activations: a head is one matrix (logistic regression), or two with a ReLU between
+them. Specs and users make the hook with it. Scores are added up by the engine of ``watch``; what is over the threshold
 goes to the answer of its request by `request_notes`, where an engine reads these.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -50,25 +51,23 @@ class ProbeHead:
         head.save("probe.safetensors")
 
     Args:
-        weight: The direction, (features).
-        bias: What is added to the product with it.
+        layers: Matrices and biases that lead from the features to one number, with a ReLU between two.
         threshold: The score above which a token is flagged.
         facts: What is known of its training: ``rows``, ``train_accuracy``, ``held_out_accuracy``.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | float, *, threshold: float = 0.5, facts: Mapping[str, float] | None = None
+        self,
+        layers: Iterable[tuple[Tensor, Tensor]],
+        *,
+        threshold: float = 0.5,
+        facts: Mapping[str, float] | None = None,
     ) -> None:
         with torch.inference_mode(False):  # what is made in it can be used only there
-            self.weight = weight.detach().cpu().float().clone()
-            self.bias = float(bias)
-        if self.weight.dim() != 1 or not len(self.weight):
-            raise OptionError(f"A probe has a weight for each feature, got a tensor of {tuple(self.weight.shape)}.")
-        if not bool(self.weight.isfinite().all()) or not math.isfinite(self.bias):
-            raise OptionError("The weights of a probe have NaN or infinity in them; train it again.")
-        self._on = {self.weight.device: self.weight}
-        """The direction by device."""
-        self.width = len(self.weight)
+            own = _network([(weight.detach().cpu().float(), bias.detach().cpu().float()) for weight, bias in layers])
+        self._on = {torch.device("cpu"): own.requires_grad_(False)}
+        """The layers by device."""
+        self.width = _width_of(own)
         """How many features the activations have to have."""
         self.threshold, self.facts = threshold, dict(facts or {})
 
@@ -88,16 +87,20 @@ class ProbeHead:
             )
         if hidden.device not in self._on:
             with torch.inference_mode(False):
-                self._on[hidden.device] = self.weight.to(hidden.device)
-        return hidden.detach().float() @ self._on[hidden.device] + self.bias
+                self._on[hidden.device] = copy.deepcopy(self._own).to(hidden.device)
+        found: Tensor = self._on[hidden.device](hidden.detach().float())
+        return found.squeeze(-1)
+
+    @property
+    def _own(self) -> nn.Sequential:
+        return self._on[torch.device("cpu")]
 
     def save(self, path: str | Path) -> None:
         """Write the head to a safetensors file, with its threshold and facts."""
         from safetensors.torch import save_file
 
         about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
-        tensors = {"weight": self.weight, "bias": torch.tensor(self.bias)}
-        replace_file(Path(path), lambda draft: save_file(tensors, draft, metadata=about))
+        replace_file(Path(path), lambda draft: save_file(self._own.state_dict(), draft, metadata=about))
 
     @classmethod
     def load(cls, path: str | Path) -> ProbeHead:
@@ -107,32 +110,68 @@ class ProbeHead:
         try:
             with torch.inference_mode(False), safe_open(str(path), framework="pt") as file:
                 about = dict(file.metadata() or {})
-                weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
+            layers = [(tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in range(0, max(len(tensors), 1), 2)]
             facts = {name: float(about[name]) for name in _FACTS if name in about}  # others may have added notes
-            return cls(weight, bias, threshold=float(about.get("threshold", 0.5)), facts=facts)
-        except (OSError, SafetensorError, ValueError) as error:
+            return cls(layers, threshold=float(about.get("threshold", 0.5)), facts=facts)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise OptionError(f"{path} holds no probe, as train_probe(…).save(path) writes one ({error}).") from None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the head as data for a spec: ``{"head": head.to_plain()}`` is a config of ``probe`` without a file."""
-        return {"weight": self.weight.tolist(), "bias": self.bias, "threshold": self.threshold}
+        layers = [{"weight": weight.tolist(), "bias": bias.tolist()} for weight, bias in _layers_of(self._own)]
+        return {"layers": layers, "threshold": self.threshold}
 
     @classmethod
     def from_plain(cls, given: Mapping[str, Any]) -> ProbeHead:
         """Return the head that `to_plain` has described."""
         try:
-            return cls(torch.tensor(given["weight"]), given["bias"], threshold=float(given.get("threshold", 0.5)))
+            with torch.inference_mode(False):
+                layers = [(torch.tensor(each["weight"]), torch.tensor(each["bias"])) for each in given["layers"]]
+            return cls(layers, threshold=float(given.get("threshold", 0.5)))
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise OptionError(
-                "A head as data is {'weight': numbers, 'bias': number, 'threshold': 0.5}, as ProbeHead.to_plain gives "
-                f"it ({type(error).__name__}: {str(error)[:120]})."
+                "A head as data is {'layers': [{'weight': rows of numbers, 'bias': numbers}, …], 'threshold': 0.5}, as "
+                f"ProbeHead.to_plain returns it ({type(error).__name__}: {str(error)[:120]})."
             ) from None
+
+
+def _network(layers: Iterable[tuple[Tensor, Tensor]]) -> nn.Sequential:
+    """Return linear layers of these matrices and biases, with a ReLU between two."""
+    found: list[nn.Module] = []
+    for weight, bias in layers:
+        linear = nn.Linear(1, 1, device="meta")
+        linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+        found += [nn.ReLU(), linear] if found else [linear]
+    return nn.Sequential(*found)
+
+
+def _layers_of(network: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
+    """Return matrix and bias of each linear layer."""
+    return [(each.weight, each.bias) for each in network if isinstance(each, nn.Linear)]
+
+
+def _width_of(network: nn.Sequential) -> int:
+    """Return how many features a network takes that returns one number."""
+    shapes = [tuple(each.shape) for each in network.parameters()]
+    try:
+        width = shapes[0][1]
+        with torch.inference_mode(False):
+            fits = network(torch.zeros(1, width)).shape == (1, 1)
+    except (IndexError, RuntimeError):
+        fits = False
+    if not fits:
+        raise OptionError(f"The matrices of a probe lead from features to one number, got shapes {shapes}.")
+    if not all(bool(each.isfinite().all()) for each in network.parameters()):
+        raise OptionError("The matrices of a probe have NaN or infinity in them; train it again.")
+    return width
 
 
 def train_probe(
     activations: Tensor,
     labels: Any,
     *,
+    hidden: int = 0,
     weight_decay: float = 1e-2,
     held_out: float = 0.2,
     groups: Any = None,
@@ -148,18 +187,21 @@ def train_probe(
         print(head.facts["held_out_accuracy"])
         head.save("probe.safetensors")
 
-    Features are scaled to mean 0 and variance 1 for training, and the scales become part of the weights. Random
+    Features are scaled to mean 0 and variance 1 for training, and the scales become part of the matrices. Random
     numbers come from ``seed``: those of the run are not touched.
 
     Args:
         activations: (rows, features), or with more dimensions before the features, as ``capture`` keeps them.
         labels: 0 or 1 for each row; -100 leaves a row out.
-        weight_decay: How strongly the weights are kept small.
+        hidden: How many units the layer in the middle has; 0 is a linear probe.
+        weight_decay: How strongly matrices are kept small.
         held_out: The share of rows that accuracy is measured on, and that training does not see.
         groups: A whole number for each row, such as its token id or the number of its text: the rows of a group are all
             held out, or none. Without it, a probe that knows tokens by heart has a good accuracy too.
-        seed: For the choice of these rows.
+        seed: For the choice of these rows, and for the first matrices.
     """
+    if hidden:
+        checked("train_probe: hidden", hidden, int)
     for name, value, most in (("held_out", held_out, 1), ("weight_decay", weight_decay, float("inf"))):
         if not 0 <= checked(f"train_probe: {name}", value, float) < most:
             raise OptionError(f"train_probe: {name} is from 0 to less than {most}, got {value!r}.")
@@ -172,8 +214,13 @@ def train_probe(
         if bool(y[is_train].min() == y[is_train].max()):
             raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
         mean, scale = x[is_train].mean(0), x[is_train].std(0).clamp_min(1e-6)
-        weight, bias = _fit((x[is_train] - mean) / scale, y[is_train], weight_decay)
-        head = ProbeHead(weight / scale, bias - (weight / scale) @ mean)
+        sizes = [x.shape[1], hidden, 1] if hidden else [x.shape[1], 1]
+        network = _network([_first_layer(*pair, generator) for pair in pairwise(sizes)]).to(x.device)
+        _fit(network, (x[is_train] - mean) / scale, y[is_train], weight_decay)
+        layers = _layers_of(network)
+        weight, bias = layers[0]
+        layers[0] = weight / scale, bias - (weight / scale) @ mean
+        head = ProbeHead(layers)
         is_right = (head.scores(x) > 0.5) == y.bool()
         accuracies = [float(is_right[rows].float().mean()) for rows in (is_train, ~is_train)]  # NaN if none is held out
         head.facts = dict(zip(_FACTS, (len(x), *accuracies), strict=True))
@@ -194,20 +241,23 @@ def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor
     return x, y, group
 
 
-def _fit(x: Tensor, y: Tensor, weight_decay: float) -> tuple[Tensor, Tensor]:
-    """Return the direction and the offset of least loss."""
-    weight, bias = (torch.zeros(size, device=x.device, requires_grad=True) for size in ((x.shape[1],), ()))
+def _first_layer(inputs: int, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a matrix and a bias with the first numbers of an ``nn.Linear``."""
+    numbers = (torch.rand(outputs, inputs + 1, generator=generator) * 2 - 1) * inputs**-0.5
+    return numbers[:, :-1].clone(), numbers[:, -1].clone()
 
+
+def _fit(network: nn.Sequential, x: Tensor, y: Tensor, weight_decay: float) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(x @ weight + bias, y) + weight_decay * 0.5 * weight.square().sum()
+        small = torch.stack([each.square().sum() for each in network.parameters() if each.dim() == 2]).sum()
+        value = F.binary_cross_entropy_with_logits(network(x).squeeze(-1), y) + weight_decay * 0.5 * small
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     # Full batches of a small problem: a second-order method needs a tenth of the passes that Adam does.
-    optimizer = torch.optim.LBFGS([weight, bias], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return weight.detach(), bias.detach()
 
 
 # -- the factory -----------------------------------------------------------------------------------------------------
@@ -236,7 +286,8 @@ class ProbeOptions(TokenOptions):
         if self.file is not None:
             return ProbeHead.load(self.file)
         if isinstance(self.head, Mapping):
-            return ProbeHead.from_plain(self.head)
+            with torch.inference_mode(False):
+                return ProbeHead.from_plain(self.head)
         if not isinstance(self.head, ProbeHead):
             raise OptionError(f"probe: head is what train_probe(…).to_plain returns, got {str(self.head)[:80]!r}.")
         return self.head
