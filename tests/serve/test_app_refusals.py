@@ -145,7 +145,7 @@ BAD_HOOKS = {
     "a vector of another length": (
         {**SPEC, "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:steer",
          "config": {"vector": [1.0] * 7}},
-        400, "steer was given what is for 7 numbers, and the output of model.layers.0 has 32 for each token",
+        400, "steer was given 7 numbers, and the output of model.layers.0 has 32 for each token",
     ),
     "raising into requests": ({**SPEC, "on_error": "raise"}, 400, "on_error: expected"),
     "another module": ({**SPEC, "hook_factory": "os:system"}, 403, "not allowed"),

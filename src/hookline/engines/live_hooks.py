@@ -101,8 +101,8 @@ class LiveHook(ErrorHandlingHook):
             found = self._widths.get(name, width)
             if found != width:
                 raise OptionError(
-                    f"{self.hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} "
-                    f"has {found} for each token: give it one of {found}, or name modules whose output has {width}."
+                    f"{self.hook.name} was given {width} numbers, and the output of {name or 'the model'} "
+                    f"has {found} for each token: give {found}, or name modules whose output has {width}."
                 )
 
     def __call__(self, *args: Any, site: Any) -> Any:

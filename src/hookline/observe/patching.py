@@ -422,6 +422,7 @@ def _edit(index: IndexLike | None, head: Heads, word: str, change: Any, given: S
     if index is not None:
         raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
     part = EditIndex((slice(None), head if isinstance(head, int) else list(head)))
+    part.text = f"{part.text}, of head={head},"
     return Edit(word, change, given, part, shown, by_head=True)
 
 
