@@ -9,8 +9,8 @@ yield, and the guard takes off what an intervention has left by what `attached` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -37,38 +37,27 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 
-class Sites(ShownAsTable, Sequence[Site]):
-    """The sites a target matches; prints as a table and reads as a list.
+class Sites(ShownAsTable, tuple[Site, ...]):
+    """The sites a target matches; a tuple that prints as a table.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = list(sites)
+    __slots__ = ()
 
     @property
     def names(self) -> list[str]:
         """The dotted names."""
-        return [site.name for site in self._sites]
+        return [site.name for site in self]
 
     def hooks(self, site: Site) -> list[str]:
         """Return the hooks on that module: ours by name, other people's by where their code lives."""
         return _hooks_on(site.module)
 
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    @overload
-    def __getitem__(self, index: int) -> Site: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sites: ...
-    def __getitem__(self, index: int | slice) -> Site | Sites:
-        return Sites(self._sites[index]) if isinstance(index, slice) else self._sites[index]
-
     def _table(self) -> Table:
         rows = [
             (site.name or THE_MODEL, site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
-            for site in self._sites
+            for site in self
         ]
         return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
 

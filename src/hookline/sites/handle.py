@@ -20,7 +20,7 @@ from typing import Any, Self
 from torch.utils.hooks import RemovableHandle
 
 from hookline.sites.hook_at_site import Attachment, close_context
-from hookline.sites.kinds import MODULE, Kind
+from hookline.sites.kinds import Kind
 from hookline.sites.module_hooks import LOCK, release_counters
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
@@ -116,11 +116,7 @@ class HookHandle(Handle):
         return hash(id(self._attachment))
 
     def __repr__(self) -> str:
-        report = self.report()
-        site_type = self._attachment.site_type
-        noun = "parameter" if site_type is MODULE and report.kind == Kind.PARAM_GRAD else site_type.noun
-        where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} {noun}s"
-        return f"<HookHandle {report.name} {report.kind} on {where}, fired {report.fired}; {self._state()}>"
+        return f"<HookHandle {self.report()}; {self._state()}>"
 
     def _state(self) -> str:
         """Return whether the hook is on, and how to take it off."""

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.hooks import unserializable_hook
 
-from hookline.errors import OptionError, ScopeError, TargetError, UnhookableError
+from hookline.errors import OptionError, ScopeError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
@@ -84,7 +84,7 @@ def attach_tensor(
 
     Raises:
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
-        KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
+        KindError, OptionError, HookSignatureError: before anything is attached.
     """
     if not torch.compiler.is_dynamo_compiling():
         return _attach(tensor, hook, on, mode, AttachOptions(observe=observe, name=name))
@@ -152,18 +152,12 @@ def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
 
 def _tensors_in(given: Any) -> list[Tensor]:
     """Return the one tensor that was given, or the several."""
-    tensors = [given] if isinstance(given, Tensor) else given
-    if isinstance(tensors, nn.Module | Mapping | str) or not isinstance(tensors, Iterable):
+    tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else []
+    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise UnhookableError(
             f"attach_tensor takes a tensor or a list of tensors, got {type_name(given)}; for parameters of a module: "
             "attach(module, hook, on='param_grad')."
         )
-    tensors = list(tensors)
-    if not tensors:
-        raise TargetError("attach_tensor was given no tensors.")
-    for index, one in enumerate(tensors):
-        if not isinstance(one, Tensor):
-            raise UnhookableError(f"attach_tensor takes tensors; the one at {index} is {type_name(one)}.")
     return tensors
 
 
@@ -221,7 +215,6 @@ def attach_node(
     handle = _hook_graph(attachment, type(found).__name__, register)
     if hasattr(found, "variable"):  # it accumulates into a leaf
         _HELD[attachment] = found
-        attachment.on_remove = lambda attachment: _HELD.pop(attachment, None)
     return handle
 
 
@@ -244,26 +237,13 @@ def _node_of(given: Any) -> Any:
 # -- what torch is given ---------------------------------------------------------------------------------------------
 
 
-class _InGraph(HookContainer):
-    """The place of a hook in a graph: torch's own handle."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: RemovableHandle) -> None:
-        self._handle = handle
-
-    def discard(self, entry: HookAtSite) -> None:
-        """Take the hook off."""
-        self._handle.remove()
-
-
 class _HookInGraph(HookAtSite):
     """One hook on one tensor or node; its attachment keeps it, and is kept by what torch is given."""
 
     __slots__ = ("_attachment",)
 
-    def __init__(self, attachment: Attachment, name: str, container: HookContainer) -> None:
-        super().__init__(attachment, name, container, NO_MODEL)
+    def __init__(self, attachment: Attachment, name: str) -> None:
+        super().__init__(attachment, name, HookContainer(), NO_MODEL)
         attachment.entries[self] = None
 
     @property
@@ -315,10 +295,16 @@ def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHoo
     with LOCK:
         hook = _GraphHook(attachment)
         handle = register(hook)
-        hook.entry = _HookInGraph(attachment, attachment.options.name or name, _InGraph(handle))
+        hook.entry = _HookInGraph(attachment, attachment.options.name or name)
+        attachment.on_remove = functools.partial(_take_off, handle)
         if hook.edits:
             _move_observers_back(handle)
         return HookHandle(attachment)
+
+
+def _take_off(handle: RemovableHandle, attachment: Attachment) -> None:
+    handle.remove()
+    _HELD.pop(attachment, None)
 
 
 def _move_observers_back(handle: RemovableHandle) -> None:
