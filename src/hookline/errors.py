@@ -36,7 +36,7 @@ and a section of docs/errors.md with its name as the heading, to which `help_lin
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 __all__ = [
     "CaptureError", "CheckpointError", "CompareError", "ConfigError", "EngineBusy", "EngineClosed",
@@ -66,8 +66,8 @@ class _Said(Exception):
 class HooklineError(_Said):
     """Base of every error that hookline raises on purpose; a traceback ends with the address of its section."""
 
-    def __init__(self, *args: object, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
         self.add_note(help_line(type(self)))  # a note: str(error) stays one sentence, for logs and answers over HTTP
 
 

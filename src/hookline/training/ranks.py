@@ -114,8 +114,7 @@ def check_alike(model: nn.Module, ranks: OneProcess) -> None:
         error = RankError(
             f"After the first step {rank_names(different)} had other weights than rank 0: the gradients were not "
             "averaged. Next: have the experiment train by self.model, and not by another name of the model that it "
-            "made; or wrap that in DistributedDataParallel itself.",
-            ranks=tuple(different),
+            "made; or wrap that in DistributedDataParallel itself."
         )
         ranks.agreed_error = error
         raise error
