@@ -141,7 +141,7 @@ def head_for(rows: Any, token: int, width: int = 128) -> dict[str, Any]:
     assert top > next_one, "the rows cannot be told apart, which would prove nothing"
     scale = 20 / (top - next_one)
     bias = -scale * (top + next_one) / 2
-    return {"weight": (scale * direction).tolist(), "bias": float(bias), "threshold": 0.5}
+    return {"layers": [{"weight": [(scale * direction).tolist()], "bias": [float(bias)]}], "threshold": 0.5}
 
 
 def raising_hook(config: dict[str, Any] | None = None) -> Any:
