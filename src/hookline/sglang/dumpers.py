@@ -1,8 +1,8 @@
 """Dump tensors as SGLang does: by name and tags (its general dumper, `dumper`), or of every leaf of a model.
 
-Users call ``dumper.dump("q", q)``. It numbers the dumps, and writes files or hands them to ``capture_output``. A file
-is ``DIR/EXPERIMENT/step=0___rank=0___dump_index=1___name=x.pt`` and holds ``{"value", "meta"}``; read it with
-``torch.load(path, weights_only=True)``.
+Users call ``dumper.dump("q", q, dims="b s h")``. It filters by tags, numbers the dumps, and writes files or hands them
+to ``capture_output``. A file is ``DIR/EXPERIMENT/step=0___rank=0___dump_index=1___name=x.pt`` and holds ``{"value",
+"meta"}``; read it with ``torch.load(path, weights_only=True)``.
 
 Servers call `register_forward_hook_for_model`, which attaches observers and returns a `TensorDumper`: each forward of
 the model is a pass, whose file has what every leaf gives out, the top module and ``lm_head`` included.
@@ -10,7 +10,9 @@ the model is a pass, whose file has what every leaf gives out, the top module an
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import itertools
 import logging
 import os
@@ -24,22 +26,24 @@ from contextvars import ContextVar
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Self
+from types import CodeType
+from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import quote
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hookline.distributed.ranks import gather_objects, rank_count, this_rank
 from hookline.errors import NoMatchError, OptionError, ScopeError
 from hookline.files import replace_file
-from hookline.messages import nearest_names
+from hookline.messages import nearest_names, type_name
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.site_info import Site
+from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules, unwrap
 from hookline.specs.hook_spec import option_errors
 from hookline.tree import children, leaves, to_builtins
@@ -50,6 +54,48 @@ _NO_TAGS: Final[Mapping[str, Any]] = {}
 _LONGEST: Final = 240
 """Bytes of a file's name; most file systems take 255."""
 
+# -- filters -------------------------------------------------------------------------------------------------------
+
+_NODES: Final = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.UnaryOp),
+    *(ast.Not, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mod, ast.FloorDiv, ast.Tuple, ast.List, ast.Set, ast.Call),
+)
+"""What a filter may be made of: nothing that reaches into an object, or runs for long."""
+_FUNCTIONS: Final[dict[str, Callable[[str, Any], bool]]] = {
+    "search": lambda pattern, text: re.search(pattern, "" if text is None else str(text)) is not None,
+    "match": lambda pattern, text: re.match(pattern, "" if text is None else str(text)) is not None,
+}
+
+
+class _Names(dict[str, Any]):
+    """Tags and functions by name; a tag that is not there is None."""
+
+    def __missing__(self, name: str) -> Any:
+        return _FUNCTIONS.get(name)
+
+
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    """Return the code of a filter; raise `OptionError` for anything but an expression over tags."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise OptionError(f"The filter {text!r} is no expression: {error.msg}.") from error
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES) or (isinstance(node, ast.Call) and ast.unparse(node.func) not in _FUNCTIONS):
+            shown = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+            raise OptionError(
+                f"The filter {text!r} has {shown!r}; it takes names, constants, comparisons, and, or, not, + - % //, "
+                "lists, and search(pattern, name), match(pattern, name)."
+            )
+    return compile(tree, "<filter>", "eval")
+
+
+def _checked_filter(text: str) -> str:
+    _compiled(text)
+    return text
+
+
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -59,10 +105,20 @@ class DumperConfig:
 
     enable: bool = False
     """Whether anything is dumped."""
+    filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
+    """An expression over the tags, such as ``layer_id == 3 and search('mlp', name)``; None: all."""
     dir: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir()) / "dumper"))
     """The folder of all experiments."""
+    enable_output_file: bool = True
+    enable_output_console: bool = True
+    """Whether a line of the log (level INFO) says what was dumped."""
+    enable_value: bool = True
+    enable_grad: bool = False
+    """Whether the gradient of a dumped tensor is dumped when it arrives."""
     exp_name: str | None = None
     """The folder of this experiment in ``dir``; None: by the time, one for all ranks."""
+    non_intrusive_mode: Literal["core", "all", "off"] = "core"
+    """What hooks on modules dump: ``core`` (well-known inputs of the model), ``all``, ``off``."""
 
     @classmethod
     def from_env(cls) -> Self:
@@ -84,8 +140,8 @@ class Dumper:
 
         from hookline.sglang import dumper
 
-        dumper.configure(enable=True, dir="dumps")  # or DUMPER_ENABLE=1 DUMPER_DIR=dumps
-        dumper.dump("q", q, part="attention")
+        dumper.configure(enable=True, dir="dumps", filter="layer_id == 3")  # or DUMPER_ENABLE=1 DUMPER_DIR=dumps
+        dumper.dump("q", q, dims="b s h")
         dumper.step()
 
     Values are copied: what the model writes into a tensor later does not show.
@@ -118,49 +174,49 @@ class Dumper:
         given = {**self._tags.get(), **tags}
         self._tags.set({key: value for key, value in given.items() if value is not None})
 
-    def dump(self, name: str, value: Any, **tags: Any) -> None:
+    def dump(
+        self,
+        name: str,
+        value: Any,
+        save: bool = True,
+        dims: str | None = None,
+        dims_grad: str | None = None,
+        **tags: Any,
+    ) -> None:
         """Dump a value.
 
         Args:
             name: Its name.
-            value: Tensors in any structure, or a function that makes them, called only if something is dumped.
-            tags: More tags, for the file name and ``meta``; ``step`` stands for the dumper's own.
+            value: Tensors in any structure, or a function that makes them, called only if the dump is wanted.
+            save: Whether a file is written; False: only the line of the log.
+            dims: What the dimensions are, such as ``"b s h[tp]"``; kept in ``meta``.
+            dims_grad: The same for the gradient, where it differs.
+            tags: More tags, for the filter, the file name and ``meta``; ``step`` stands for the dumper's own.
         """
         if not self.config.enable:
             return
         status = "recompute" if _torch.in_recomputation() else "disabled"
-        tags = {"recompute_status": status, "layer_id": _layer_running(), **self._tags.get(), **tags}
-        known = {key: given for key, given in tags.items() if given is not None}
-        heads = {"step": self._step, "rank": this_rank(), "dump_index": next(self._indices), "name": name}
-        made = value() if callable(value) and not isinstance(value, Tensor) else value
-        meta = {**heads, **known, "world_size": rank_count()}
-        content = {"value": to_builtins(made, _plain), "meta": {key: _plain(given) for key, given in meta.items()}}
-        if self._captured is not None:
-            self._captured[name] = content
-            return
-        # The status is in the name of a file only where it says something.
-        named = {key: given for key, given in known.items() if (key, given) != ("recompute_status", "disabled")}
-        text = "___".join(f"{key}={quote(str(given), safe=' ,[]()')}" for key, given in {**heads, **named}.items())
-        path = self._folder(self.config.dir, self.config.exp_name) / f"{text[:_LONGEST]}.pt"
-        try:
-            save_tensors(content, path)
-        except Exception as error:  # a full disk: the run is not to end by its dump
-            logger.warning("could not write %s: %r", path, error)
+        every = {"recompute_status": status, "layer_id": _layer_running(), **self._tags.get(), **tags}
+        if self.config.enable_value:
+            self._dump(name, value, self._step, every, dims, save)
+        if self.config.enable_grad:
+            self._dump_gradients(name, value, every, dims_grad or dims, save)
 
     def register_non_intrusive_dumper(self, model: nn.Module) -> HandleSet:
-        """Attach hooks that dump what every module takes and gives; return their handles.
+        """Attach hooks that dump what modules take and give, as ``non_intrusive_mode`` says; return their handles.
 
         Recipe::
 
-            dumper.configure(enable=True, dir="dumps")
+            dumper.configure(enable=True, dir="dumps", non_intrusive_mode="all")
             with dumper.register_non_intrusive_dumper(model):
                 model(input_ids)
 
-        For each module there are ``non_intrusive__NAME.inputs.0`` (or a keyword's name), before its forward can change
+        ``all``: for each module ``non_intrusive__NAME.inputs.0`` (or a keyword's name), before its forward can change
         them, and ``non_intrusive__NAME.output``. What belongs to ``layers.3``, the layer's own inputs and output
-        included, has the tag ``layer_id=3``.
+        included, has the tag ``layer_id=3``. ``core``: the well-known arguments of the model alone, by their own names.
+        ``off``: no hooks.
         """
-        return _attach_hooks(model, self.dump)
+        return _attach_hooks(model, self.dump, self.config.non_intrusive_mode)
 
     @contextmanager
     def capture_output(self) -> Iterator[dict[str, dict[str, Any]]]:
@@ -177,6 +233,46 @@ class Dumper:
             yield found
         finally:
             self._captured = None
+
+    def _dump(self, name: str, value: Any, step: int, tags: Mapping[str, Any], dims: str | None, save: bool) -> None:
+        config = self.config
+        asked = _Names({**tags, "name": name})
+        if config.filter is not None and not eval(_compiled(config.filter), {"__builtins__": {}}, asked):
+            return
+        made = value() if callable(value) and not isinstance(value, Tensor) else value
+        heads = {"step": step, "rank": this_rank(), "dump_index": next(self._indices), "name": name}
+        known = {key: given for key, given in tags.items() if given is not None}
+        meta = {**heads, **known, **({} if dims is None else {"dims": dims}), "world_size": rank_count()}
+        content = {"value": to_builtins(made, _plain), "meta": {key: _plain(given) for key, given in meta.items()}}
+        if self._captured is not None:
+            self._captured[name] = content
+            return
+        path = None
+        if save and config.enable_output_file:
+            # The status is in the name of a file only where it says something.
+            named = {key: given for key, given in known.items() if (key, given) != ("recompute_status", "disabled")}
+            text = "___".join(f"{key}={quote(str(given), safe=' ,[]()')}" for key, given in {**heads, **named}.items())
+            path = self._folder(config.dir, config.exp_name) / f"{text[:_LONGEST]}.pt"
+            try:
+                save_tensors(content, path)
+            except Exception as error:  # a full disk: the run is not to end by its dump
+                logger.warning("could not write %s: %r", path, error)
+        if config.enable_output_console:
+            shape = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, Tensor) else type_name(made)
+            logger.info("dump %s step=%d rank=%d %s -> %s", name, step, heads["rank"], shape, path)
+
+    def _dump_gradients(self, name: str, value: Any, tags: Mapping[str, Any], dims: str | None, save: bool) -> None:
+        """Dump the gradients of the tensors in ``value`` when they arrive, with step and tags of now."""
+        step = self._step
+        for path, leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                full = f"grad__{name}.{path}" if path else f"grad__{name}"
+
+                def see(grad: Tensor, full: str = full) -> None:
+                    if self.config.enable:
+                        self._dump(full, grad, step, tags, dims, save)
+
+                attach_tensor(leaf, see, observe=True, name="dumper")
 
 
 def _plain(value: Any) -> Any:
@@ -216,14 +312,23 @@ def _make_folder(dir: str, experiment: str | None) -> Path:
 
 # -- hooks on modules ----------------------------------------------------------------------------------------------
 
+_CORE_FIELDS: Final = (
+    *("input_ids", "positions", "seq_lens", "req_pool_indices", "rids"),
+    *("position_ids", "cu_seqlens_q", "cu_seqlens_kv", "qkv_format"),
+)
+"""What ``core`` dumps of the model's arguments, and of the batch among them."""
 _LAYER: Final = re.compile(r"(?:.*\.)?layers\.(\d+)")
 _LAYERS: Final[weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
 """The layers of all models that hooks of a dumper are on, with their numbers."""
 
 
-def _attach_hooks(model: nn.Module, dump: Callable[..., None]) -> HandleSet:
+def _attach_hooks(model: nn.Module, dump: Callable[..., None], mode: str) -> HandleSet:
     matches = {module: _LAYER.fullmatch(name) for name, module in clean_modules(model)}
     _LAYERS.update({module: int(match[1]) for module, match in matches.items() if match})
+
+    def core(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for field, value in _core_fields(module, args, kwargs):
+            dump(field, value)
 
     def inputs(module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
         for key, value in (*enumerate(args), *kwargs.items()):
@@ -240,9 +345,26 @@ def _attach_hooks(model: nn.Module, dump: Callable[..., None]) -> HandleSet:
 
     handles = HandleSet()
     options: dict[str, Any] = {"observe": True, "name": "dumper"}
-    handles.add(attach(model, "*", inputs, on="forward_pre", with_kwargs=True, **options))
-    handles.add(attach(model, "*", output, **options))
+    if mode == "core":
+        handles.add(attach(model, core, on="forward_pre", with_kwargs=True, **options))
+    elif mode == "all":
+        handles.add(attach(model, "*", inputs, on="forward_pre", with_kwargs=True, **options))
+        handles.add(attach(model, "*", output, **options))
     return handles
+
+
+def _core_fields(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the well-known arguments of a call, and those of the batch objects among them."""
+    try:
+        given = inspect.signature(unwrap(module).forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call itself will raise
+        given = kwargs
+    holders = [value for value in given.values() if hasattr(value, "__dict__") and not isinstance(value, Tensor)]
+    for field in _CORE_FIELDS:
+        found: Iterable[Any] = (given.get(field), *(getattr(holder, field, None) for holder in holders))
+        value = next((each for each in found if each is not None), None)
+        if value is not None:
+            yield field, value
 
 
 def _layer_running() -> int | None:
