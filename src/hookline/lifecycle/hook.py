@@ -87,9 +87,6 @@ class TrainingHook:
     """Have ``set_reference_weights`` called before it first fires."""
     requires: Iterable[str] = frozenset()
     """Capabilities of the run without which it cannot work; it is left out of a run that has declared others."""
-    roots: tuple[str, ...] = ()
-    """How names of metrics begin that are reported as they are, without ``"hook/"`` in front: those of a family that
-    several hooks contribute to, such as ``("activations/",)``."""
     pure: bool = False
     """Promises that it draws no random number, so that firing it need not put random streams back."""
     reduce: str | Mapping[str, str] = "mean"

@@ -329,7 +329,7 @@ class HookManager:
                 with self.profiler.section(planned.name):
                     found = planned.hook.compute(firing.ctx)
                 if found is not None:
-                    add_metrics(planned.name, found, firing.metrics, planned.hook.roots)
+                    add_metrics(planned.name, found, firing.metrics)
             except BaseException as error:
                 if not self._goes_on_after(error, firing, planned, perf_counter() - start):
                     if firing.ranks.is_single or not isinstance(error, Exception):
@@ -384,7 +384,7 @@ class HookManager:
                 self._reference.give(hook)
             with model_ctx.guard.protecting(planned.name, planned.scope) as known, self.profiler.section(planned.name):
                 # Before the state is put back: a metric may be a view of a weight.
-                add_metrics(planned.name, hook.intervene(firing.ctx, model_ctx), firing.metrics, hook.roots)
+                add_metrics(planned.name, hook.intervene(firing.ctx, model_ctx), firing.metrics)
         except BaseException as raised:
             error = raised
         error = firing.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
@@ -781,11 +781,8 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
 # -- values -----------------------------------------------------------------------------------------------------
 
 
-def add_metrics(hook: str, found: Any, into: dict[str, Any], roots: tuple[str, ...] = ()) -> None:
-    """Add what `hook` returned to `into`, as ``"hook/metric"`` or, if a name begins with one of `roots`, as it is.
-
-    Raise for a value that no sink can write.
-    """
+def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
+    """Add what `hook` returned to `into`, as ``"hook/metric"``; raise for a value that no sink can write."""
     if found is None:
         return
     if type(found) is not dict and not isinstance(found, Mapping):
@@ -794,8 +791,7 @@ def add_metrics(hook: str, found: Any, into: dict[str, Any], roots: tuple[str, .
         raise MetricError(f"Hook {hook!r} returned a metric by the name {wrong[0]!r}; names of metrics are strings.")
     # All or nothing: a bad metric leaves none of its neighbours behind.
     into.update({
-        name if roots and name.startswith(roots) else f"{hook}/{name}":
-            value if type(value) in PLAIN else copy_metric(value, hook, name)
+        f"{hook}/{name}": value if type(value) in PLAIN else copy_metric(value, hook, name)
         for name, value in found.items()
     })  # fmt: skip
 

@@ -310,14 +310,13 @@ def rule_finder(hooks: Mapping[str, TrainingHook]) -> Callable[[str], str]:
     """Return a function that finds the rule of a metric by its name, as its hook declares it."""
     # The longest name first: a hook may be called "a" and another one "a/b".
     prefixed = [(f"{name}/", _patterns(hooks[name])) for name in sorted(hooks, key=len, reverse=True)]
-    rooted = [(tuple(hook.roots), _patterns(hook)) for hook in hooks.values() if hook.roots]
 
     @cache
     def rule_of(name: str) -> str:
         for prefix, patterns in prefixed:
             if name.startswith(prefix):
                 return _match(name[len(prefix) :], patterns)
-        return next((_match(name, patterns) for roots, patterns in rooted if name.startswith(roots)), _USUAL_RULE)
+        return _USUAL_RULE
 
     return rule_of
 
