@@ -29,8 +29,6 @@ FIRST = 5
 """Epochs that do not count: allocators and windows warm up."""
 SLICE = 10
 """Epochs that are one sample, 90 steps: some hooks look at every thirtieth step only, and are to be counted with it."""
-OTHERS = ("relu_activations", "fisher_information", "gradient_flow", "relu_gradient_flow")
-"""Observers that are in no group of the experiment."""
 
 
 class TakingTurns:
@@ -86,7 +84,7 @@ def analyses(setting: Setting) -> Iterator[Row]:
     yield _row(samples, "observers", "`--with-hooks observers`", at_most=1.25)
     samples = _take_turns({"full": sets["full"]}, max(epochs // 2, FIRST + 4))
     yield _row(samples, "full", "`--with-hooks full`; its `counterfactual` trains each of these epochs thrice more")
-    names = [name for name in sets["full"] if name != "counterfactual"] + list(OTHERS)
+    names = [name for name in sets["full"] if name != "counterfactual"]
     for start in range(0, len(names), 4):  # a few at a time: every run has its own memory
         group = names[start : start + 4]
         samples = _take_turns({name: [name] for name in group}, epochs)

@@ -59,7 +59,7 @@ def show_states(url: str) -> None:
         "prompt": "A hook sits at a site",
         "max_tokens": 4,
         "temperature": 0,
-        "hooks": {"hidden_states": {"layers": ["model.layers.#"], "positions": [-1]}},
+        "hooks": {"hidden_states": {"layers": ["model.layers.#"], "positions": "last", "phase": "prefill"}},
     }
     choice = call(f"{url}/v1/completions", body)["choices"][0]
     for layer, found in choice["hooks"]["hidden_states"].items():

@@ -11,7 +11,6 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -481,38 +480,6 @@ class OnLeafNode(OnTensor):
         return (self.node.register_prehook if self.kind == "pre" else self.node.register_hook)(hook)
 
 
-class OnSavedTensors(Place):
-    """What one operation keeps for its backward; `run` enters the scopes that are on."""
-
-    single, prepends, process_wide, of_one_thread = True, False, True, True
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.scopes: list[Any] = []
-
-    def put(self, hook: Any, *, on: str, **options: Any) -> hl.HookHandle:
-        def pack(tensor: Tensor) -> Tensor:
-            hook(tensor)
-            return tensor
-
-        scope = hl.saved_tensors(pack, lambda packed: packed, **options)
-        self.scopes.append(scope)
-        return scope
-
-    def run(self) -> list[Tensor]:
-        x = torch.ones(2, requires_grad=True)
-        with ExitStack() as stack:
-            for scope in self.scopes:
-                if not scope.removed:
-                    stack.enter_context(scope)
-            output = x.sin()
-        output.sum().backward()
-        return [output, x.grad]
-
-    def attached(self) -> list[hl.HookHandle] | None:
-        return None
-
-
 _KINDS: list[tuple[type[Place], list[str]]] = [
     (OnModule, [*CALL, "full_backward", *STATE]),
     (OnParameter, ["param_grad"]),
@@ -528,7 +495,6 @@ _KINDS: list[tuple[type[Place], list[str]]] = [
     (OnAnyOfSeveralTensors, ["grad"]),
     (OnNode, ["pre", "post"]),
     (OnLeafNode, ["pre", "post"]),
-    (OnSavedTensors, ["saved_tensors"]),
 ]
 _VARIANTS: list[tuple[type[Place], list[str]]] = [
     (AmongForeignHooks, [*CALL, "full_backward"]),

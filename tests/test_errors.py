@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import pickle
@@ -18,10 +17,8 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors
-from hookline.cli.screen import shell_text
 from hookline.error_policy import ErrorPolicy
-from hookline.errors import GuardError, Hint, HooklineWarning, OptionError
-from hookline.serve.http.error_answers import refusal_from_error
+from hookline.errors import GuardError, HooklineWarning, OptionError
 
 BUILTINS = {
     "NoMatchError": (KeyError, LookupError),
@@ -98,21 +95,6 @@ def test_a_forgotten_hook_is_not_taken_for_one(forgotten):
     with pytest.raises(errors.HookSignatureError):
         hl.attach(model, forgotten)
     assert_untouched(model)
-
-
-def test_a_hint_is_said_in_the_words_of_who_reads_the_error():
-    """Python's by default; a shell has its own for every hint; over HTTP there is none but where a route answers it."""
-    for hint in Hint:
-        error = errors.NoMatchError("Nothing is here.", hint=hint)
-        assert str(error) == f"Nothing is here. {hint.value}"
-        assert shell_text(error, "a model").startswith("Nothing is here. ")
-        assert hint.value not in shell_text(error)
-        assert refusal_from_error(error).message == "Nothing is here."
-        assert refusal_from_error(error, {hint: "See GET /here."}).message == "Nothing is here. See GET /here."
-        assert pickle.loads(pickle.dumps(error)).text({hint: "Look."}) == "Nothing is here. Look."
-        assert copy.copy(error).hint is hint
-        warning = errors.HooklineWarning("Nothing is here.", hint=hint)
-        assert shell_text(warning) == shell_text(error)
 
 
 ROOT = Path(__file__).parents[1]

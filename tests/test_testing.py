@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline import HookPoint, MetricInfo
+from hookline import HookPoint
 from hookline.errors import HookCheckError
 from hookline.testing import HookCheck, check_hook
 
@@ -44,9 +44,6 @@ class Mean(hl.TrainingHook):
     def load_state_dict(self, state):
         self.total, self.count = state["total"], state["count"]
 
-    def describe_metrics(self):
-        return [MetricInfo("norm", "mean norm so far")]
-
 
 class Plain(hl.TrainingHook):
     """Keeps nothing; the base of hooks with one fault each."""
@@ -60,9 +57,6 @@ class Plain(hl.TrainingHook):
     def compute(self, ctx):
         return {"x": self.value(ctx)}
 
-    def describe_metrics(self):
-        return [MetricInfo("x", "whatever")]
-
 
 class Ahead(hl.InterventionHook):
     """Trains on, which is undone."""
@@ -73,9 +67,6 @@ class Ahead(hl.InterventionHook):
     def intervene(self, run_ctx, model_ctx):
         gradients = model_ctx.run_training_epoch()
         return {"norm/decoder": gradients["decoder.weight"].norm()}
-
-    def describe_metrics(self):
-        return [MetricInfo("norm/{layer}", "of the gradient of the epoch to come")]
 
 
 @cache
@@ -104,7 +95,7 @@ def test_a_good_hook_passes_and_the_report_is_a_table():
     """In both loops, with everything that was asked on a line of its own."""
     report = check_hook(Mean, first=1.0)
     assert report.ok
-    assert list(report.passed) == ["inert", "reset", "order", "offload", "state", "described"]
+    assert list(report.passed) == ["inert", "reset", "state"]
     assert report.metrics == ("norm",)
     lines = str(report).splitlines()
     assert lines[0] == "hook 'mean', metrics: norm"
@@ -179,42 +170,6 @@ def test_state_that_does_not_come_through_is_found():
     assert faulty(Unwritable) == {"state"}
     assert "raised CheckpointError" in text_of(Unwritable, "state")
     assert faulty(Remembers) == {"reset"}
-
-
-class Aliases(Mean):
-    """Goes on with the tensor that it had, whatever it is given back."""
-
-    def set_state_tensors(self, tensors):
-        self.total = tensors["total"] * 2
-
-
-class Draws(Plain):
-    def value(self, ctx):
-        return float(torch.rand(()))
-
-
-def test_what_depends_on_offloading_or_on_neighbours_is_found():
-    """Random numbers come from a stream that other hooks draw from as well."""
-    assert faulty(Aliases) == {"offload"}
-    assert faulty(Draws) == {"order"}
-    assert "its own generator" in text_of(Draws, "order")
-
-
-class Silent(Plain):
-    def describe_metrics(self):
-        return [MetricInfo("y", "another")]
-
-
-class Stranger(Plain):
-    def describe_metrics(self):
-        return ["x"]
-
-
-def test_descriptions_are_looked_at():
-    """Metrics that nobody explains, explanations that are none."""
-    assert faulty(Silent) == {"described"}
-    assert "says nothing of 'x'" in text_of(Silent, "described")
-    assert faulty(Stranger) == {"described"}
 
 
 class NoPoints(Plain):

@@ -88,7 +88,6 @@ def test_positions_and_phase_choose_the_window(client: httpx.Client) -> None:
     assert positions(phase="decode") == [4, 5, 6]
     assert positions(phase="prefill") == [0, 1, 2, 3]
     assert positions(positions="last") == [3, 4, 5, 6]
-    assert positions(positions=[-1, 0, 5]) == [0, 3, 5]
     assert positions(window=[-2, 5]) == [2, 3, 4]
 
 

@@ -25,8 +25,7 @@ EPOCHS = 100
 
 OBSERVERS = [
     *("training_metrics", "norms", "consecutive", "variance", "batch_dynamics", "weight_tracking", "parameter_delta"),
-    *("path_length", "gradient_projection", "subspace_gradient_info", "fourier", "phases", "fisher_information"),
-    "training_diagnostics",
+    *("path_length", "gradient_projection", "subspace_gradient_info", "fourier", "phases", "training_diagnostics"),
 ]
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -162,21 +161,8 @@ def plain(model: nn.Module, hooks: Sequence[str], *, lr: float, epochs: int, con
 @cache
 def deep(activation: type[nn.Module], gain: float) -> Run:
     """Ten layers that begin too small, too large, or right."""
-    config: Settings = {"stats": {"every": 1, "stats": "std"}, "gradient_flow": {"per_unit": False}}
-    return plain(layers(activation, 10, gain=gain), ["stats", "gradient_flow"], lr=1e-3, epochs=1, config=config)
-
-
-@cache
-def relus(lr: float) -> Run:
-    """Three layers of ReLUs; a rate that is too large kills them."""
-    return plain(layers(nn.ReLU, 3, gain=2**0.5), ["relu_activations", "relu_gradient_flow"], lr=lr, epochs=20)
-
-
-@cache
-def tanhs(lr: float) -> Run:
-    """Three layers of tanh; a rate that is too large drives them to their ends."""
-    config = {"saturated_activations": {"per_unit": False}}
-    return plain(layers(nn.Tanh, 3), ["saturated_activations"], lr=lr, epochs=20, config=config)
+    config: Settings = {"stats": {"every": 1, "stats": "std"}}
+    return plain(layers(activation, 10, gain=gain), ["stats"], lr=1e-3, epochs=1, config=config)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Write a tree of plain values and tensors as one file, and read it back: checkpoints, and states of hooks.
 
-`Checkpoints`, ``Cache.save`` of captures, the adapters of accelerate and transformers, and ``check_hook`` call `write`
+`Checkpoints`, the adapters of accelerate and transformers, and ``check_hook`` call `write`
 and `read`; reference weights are read from a checkpoint. The file is what torch.save writes, with a checksum behind it.
 It is read by torch's reader that runs no code, so a new type of value needs an entry in `_READABLE`, and a case in
 `to_savable` that makes it of such entries. Of a tensor that ranks hold in parts, the part of this rank is written;
@@ -37,8 +37,6 @@ PART: Final = "\x1flocal"
 """The key of this rank's part of a sharded tensor, in the dictionary that stands for the tensor in a file."""
 _BLOCK: Final = 2**20
 """Bytes that are read at once for the checksum."""
-_MOST_BITS: Final = 2000
-"""Of a whole number that is written as it is, as torch's reader takes 255 bytes at most; longer ones go as text."""
 _FACTORIES: Final = (None, int, float, list, dict, set, str)
 """What a defaultdict may make of a missing key; anything else is code."""
 _PLAIN: Final = frozenset({
@@ -191,8 +189,6 @@ def to_savable(
     (by address) that was met so far.
     """
     known = {} if dtypes is None else dtypes
-    if type(value) is int and value.bit_length() > _MOST_BITS:
-        return _Made(int, hex(value), 16)
     if type(value) in _PLAIN:
         return value
     if type(value) is torch.Size:
@@ -223,7 +219,7 @@ def to_savable(
             f"A checkpoint cannot hold {path}: it is {type_name(value)}. Numbers, texts, tensors, arrays, and lists, "
             "tuples, sets and dictionaries of these can be saved."
         )
-    if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MOST_BITS:
+    if set(map(type, value)) == {int}:
         parts = list(value)  # without a call for each: a random stream has 625 numbers
     else:
         parts = [inside(index, item) for index, item in enumerate(value)]

@@ -8,10 +8,6 @@ Recipe::
 
 from __future__ import annotations
 
-from hookline.observe.patch.edits import Edit as Edit
-from hookline.observe.patch.edits import ablate as ablate
-from hookline.observe.patch.edits import mean_ablate as mean_ablate
-from hookline.observe.patch.edits import replace as replace
-from hookline.observe.patch.edits import scale as scale
-from hookline.observe.patch.edits import steer as steer
-from hookline.observe.patch.edits import swap as swap
+from hookline.observe.patching import Edit, ablate, mean_ablate, replace, scale, steer, swap
+
+__all__ = ["Edit", "ablate", "mean_ablate", "replace", "scale", "steer", "swap"]

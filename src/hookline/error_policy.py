@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from hookline.errors import Hint, HooklineWarning, OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel
 
 ON_ERROR: Final = ("raise", "warn", "disable")
@@ -98,13 +98,13 @@ class ErrorPolicy:
         raised = {name: f" {self.last[name]}" if name in self.last else "" for name in sorted(self.disabled)}
         return {name: f"switched off, as it raised{text}" for name, text in raised.items()}
 
-    def warn_later(self, about: str, sentence: str, *, hint: Hint | None = None) -> bool:
+    def warn_later(self, about: str, sentence: str) -> bool:
         """Keep a warning for `warn_pending`, unless there was one `about` the same; return whether it is new."""
         with self._lock:
             if about in self._warned:
                 return False
             self._warned.add(about)
-            self.pending.append(HooklineWarning(sentence, hint=hint))
+            self.pending.append(HooklineWarning(sentence))
             return True
 
     def warn_pending(self) -> None:

@@ -36,9 +36,7 @@ and a section of docs/errors.md with its name as the heading, to which `help_lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 __all__ = [
     "CaptureError", "CheckpointError", "CompareError", "ConfigError", "EngineBusy", "EngineClosed",
@@ -58,45 +56,18 @@ def help_line(error: type[BaseException] | type[Warning]) -> str:
     return f"See {DOCUMENTATION}/errors.md#{known.lower()}"
 
 
-class Hint(Enum):
-    """The last sentence of an error or a warning, where its words depend on who reads it: the value is for Python.
-
-    The command line (``cli/screen.py``) and HTTP (``serve/http/error_answers.py``) give `HooklineError.text` words of
-    their own. A new hint needs words in ``cli/screen.py``; over HTTP, a hint without words is left out.
-    """
-
-    LIST_MODULES = "See all: print(hookline.find(model))."
-    RESUME_ANYWAY = "To continue anyway: Checkpoints(..., force=True)."
-    REFERENCE_WEIGHTS = "Give it some: HookManager(reference_weights=...)."
-    LATER_FAILURES = "Further failures are counted in manager.hooks.errors."
-
-
-class _Hinted(Exception):
-    """Base of errors and warnings: the text, and apart from it the hint, which others may word anew."""
-
-    hint: Hint | None = None
-
-    def __init__(self, *args: object, hint: Hint | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if hint is not None:
-            self.hint = hint
+class _Said(Exception):
+    """Base of errors and warnings: what one says is its first argument."""
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, words: Mapping[Hint, str] | None = None) -> str:
-        """Return the text and its hint; ``words`` replaces sentences of hints, and an empty one leaves the hint out."""
-        # Not str() of the other base: KeyError shows the repr of its argument, our sentence in quotes.
-        said = str(self.args[0]) if self.args else ""
-        hint = "" if self.hint is None else (words or {}).get(self.hint, self.hint.value)
-        return f"{said} {hint}".strip() if hint else said
+        return str(self.args[0]) if self.args else ""  # KeyError shows the repr of its argument, in quotes
 
 
-class HooklineError(_Hinted):
+class HooklineError(_Said):
     """Base of every error that hookline raises on purpose; a traceback ends with the address of its section."""
 
-    def __init__(self, *args: object, hint: Hint | None = None, **options: Any) -> None:
-        super().__init__(*args, hint=hint, **options)
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
         self.add_note(help_line(type(self)))  # a note: str(error) stays one sentence, for logs and answers over HTTP
 
 
@@ -183,19 +154,6 @@ class ResumeError(HooklineError, RuntimeError):
 class RankError(HooklineError, RuntimeError):
     """Ranks of a distributed run did not come, failed, or do not fit together; the message names them."""
 
-    def __init__(self, text: str, *, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(text)
-        self.ranks = ranks
-        """The ranks that failed, did not come, or differ from the rest, as far as is known."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # An exception is made anew from its arguments alone; the ranks have to go with them.
-        return _rank_error, (str(self), self.ranks)
-
-
-def _rank_error(text: str, ranks: tuple[int, ...]) -> RankError:
-    return RankError(text, ranks=ranks)
-
 
 class EngineBusy(HooklineError, RuntimeError):
     """As many requests wait as may wait; ask again later."""
@@ -217,7 +175,7 @@ class HooksLeftError(HooklineError, AssertionError):
     """Hooks are attached where ``assert_no_hooks`` expected none."""
 
 
-class HooklineWarning(_Hinted, UserWarning):
+class HooklineWarning(_Said, UserWarning):
     """Base of every warning that hookline gives."""
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
-_ALIKE: Final = 0.6
-"""The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""
 _PASSED: Final = frozenset({"hookline", "contextlib", "functools", "weakref"})
 """Packages whose frames a warning passes over, on its way to the line of the user."""
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -115,27 +112,6 @@ def unknown_name_text(asked: str, names: Sequence[str], what: str = "There are")
 
 
 def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
-    """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples.
-
-    For a pattern, what is between its wildcards is compared with the parts of each name (between the dots).
-    """
+    """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples."""
     known = list(names)
-    whole = close_names(text, known, n, 0.4)
-    if _GLOB.search(text) or not whole:
-        return _alike_in_parts(text, known)[:n] or whole or known[:4]
-    return whole
-
-
-def _alike_in_parts(text: str, names: list[str]) -> list[str]:
-    """Return the names that have a part like each part of ``text``: the most similar first, of these the shortest."""
-    wanted = [part for part in _GLOB.sub(" ", text.replace("\\.", ".")).replace(".", " ").split() if not part.isdigit()]
-    if not wanted:
-        return []
-    scores = {name: min(_best(part, name) for part in wanted) for name in names}
-    alike = [name for name in names if scores[name] >= _ALIKE]
-    return sorted(alike, key=lambda name: (-scores[name], name.count(".")))
-
-
-def _best(part: str, name: str) -> float:
-    """Return how much the most similar part of ``name`` is like ``part``."""
-    return max(SequenceMatcher(None, part, other).ratio() for other in name.split("."))
+    return close_names(text, known, n, 0.4) or known[:4]

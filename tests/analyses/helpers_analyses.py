@@ -42,12 +42,6 @@ GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 )
 P, WIDTH = 11, 8
-OPTIONS: dict[str, dict[str, Any]] = {
-    "relu_activations": {"targets": "hidden"},
-    "saturated_activations": {"targets": "out", "saturation_threshold": 0.2},
-    "relu_gradient_flow": {"targets": "hidden"},
-}
-"""For hooks that would find nothing in the model, whose ReLU is a function, or not report in a few steps."""
 
 
 class TokenModel(nn.Module):
@@ -94,8 +88,7 @@ def token_experiment(device: str = "cpu", **options: Any) -> hl.Experiment:
 
 
 def made(name: str, **options: Any) -> Any:
-    """A built-in hook by its name, with options that give it something to do in `TokenModel`."""
-    options = OPTIONS.get(name, {}) | options
+    """A built-in hook by its name."""
     return CLASSES[name](**options)
 
 

@@ -98,7 +98,7 @@ def test_every_figure_against_numpy(k):
 def test_the_same_order_leaves_nothing_to_ordering():
     """The control of the split: an epoch in the run's own order is all content."""
     hook = CounterfactualHook(k=1)
-    made = Regression(shuffled_loader=lambda: made.experiment.loader)
+    made = Regression(shuffled_loader=lambda generator: made.experiment.loader)
     sink = hl.sinks.MemorySink()
     hl.epoch_loop(made.experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert by_epoch(sink, "counterfactual")[0]["ordering_fraction"] == pytest.approx(0.0, abs=1e-12)

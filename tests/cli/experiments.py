@@ -212,15 +212,3 @@ def count_calls(config: dict[str, Any]) -> Any:
             file.write("x")
 
     return hook
-
-
-class Plain:
-    """An experiment that is derived from nothing."""
-
-    def __init__(self) -> None:
-        self.model = nn.Linear(4, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.loader = [torch.ones(3, 4)] * 2
-
-    def loss_fn(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch).square().mean()

@@ -25,7 +25,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder; files that are loaded, and hooks they register, are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no line about threads
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("_hooks", "groups"):
         monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
-MODEL = f"{EXPERIMENTS}:make_model"
 SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments:count_calls", "config": {}}
 
 
@@ -32,13 +31,13 @@ def no_factory(monkeypatch):
 
 
 def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
-    """Both lists, with what they match; other keys are left alone; no factory is called."""
+    """Both lists; other keys are left alone; no factory is called."""
     forward = SPEC | {"name": "grads", "on": "backward", "target_modules": ["0"]}
     values = {"model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC], "forward_hooks": [forward]}
-    assert run_here("check", write(values, "server.json"), "--model", MODEL) == 0
+    assert run_here("check", write(values, "server.json")) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert "1.0, 1.1" in rows["count"]
+    assert "count" in rows
     assert "backward" in rows["grads"]
     assert out.endswith("server.json: nothing is wrong with it.\n")
 
@@ -48,30 +47,16 @@ def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
     [
         ({"hooks": [SPEC], "enable_hooks": False}, "enable_hooks is false: none of 'hooks' is attached."),
         ({"enable_hooks": True, "hooks": None}, "enable_hooks=True but no 'hooks' specified in server_args"),
-        ({"forward_hooks": [SPEC | {"enabled": False, "hook_factory": "nowhere:f"}]}, "(not enabled)"),
+        ({"forward_hooks": [SPEC | {"enabled": False, "hook_factory": "nowhere:f"}]}, "False"),
     ],
 )
 def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
     """It is no mistake, but hardly what was meant."""
-    assert run_here("check", write(values, "server.json"), "--model", MODEL) == 0
+    assert run_here("check", write(values, "server.json")) == 0
     out = capsys.readouterr().out
     assert said in out
-    summary = "" if said == "(not enabled)" else ", but see the 1 warning above"
+    summary = "" if said == "False" else ", but see the 1 warning above"
     assert out.endswith(f"server.json: nothing is wrong with it{summary}.\n")
-
-
-LOST = SPEC | {"name": "lost", "target_modules": ["1.#", "2.*"]}
-
-
-@pytest.mark.parametrize("values", [[SPEC, LOST], {"forward_hooks": [LOST]}, {"experiment": TINY, "specs": [LOST]}])
-def test_a_pattern_that_matches_nothing_is_an_error(values, no_factory, capsys):
-    """In each kind of file, with its line and the nearest names, as for ``serve``."""
-    file = write(values, "hooks.json")
-    assert run_here("check", file, "--model", MODEL) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"line \d+, at \$\S*\[\d\]\.target_modules: No module matches '2\.\*'", said)
-    assert "hookline find" in said
-    assert run_here("check", file) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +82,7 @@ def test_options_of_our_factories_are_tried(factory, config, said, capsys, tmp_p
 
 def test_good_options_are_tried_without_writing(capsys, tmp_path):
     """Each of our factories that makes files is tried, and makes none."""
-    options = {"export": {"folder": "e", "positions": "last"}, "activation_stats": {"file": "s.jsonl", "log_every": 5}}
+    options = {"export": {"folder": "e", "positions": "last"}, "activation_stats": {"log_every": 5}}
     options |= {"nan_alarm": {}}
     specs = [SPEC | {"hook_factory": f"hookline.factories:{name}", "config": each} for name, each in options.items()]
     specs.append(SPEC | {"hook_factory": "hookline.debug:trace_outputs", "config": {"folder": "t", "tensors": ["1"]}})
@@ -110,8 +95,8 @@ RUN = f"""\
 experiment: {TINY}
 config: {{epochs: 2}}
 hooks:
-  names: [norms, "k_seen.py:Seen", relu_activations]
-  config: {{relu_activations: {{targets: "1", per_unit: false}}}}
+  names: [norms, "k_seen.py:Seen", stats]
+  config: {{stats: {{targets: "1", every: 1, stats: "std"}}}}
 specs:
   - {{name: count, target_modules: ["1"], hook_factory: "experiments:count_calls", config: {{file: calls.txt}}}}
 sinks: {{csv: true, others: [{{sink: "{EXPERIMENTS}:LinesSink", options: {{ending: log}}}}]}}
@@ -139,11 +124,10 @@ def seen():
 
 
 def test_a_run_file_is_told_what_it_means(seen, capsys):
-    """With a model, where hooks on modules would be."""
-    assert run_here("check", write(RUN), "--model", f"{EXPERIMENTS}:Tiny") == 0
+    assert run_here("check", write(RUN)) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert rows["count"].split() == ["count", "forward", "1", "1"]
-    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, relu_activations"
+    assert rows["count"].split() == ["count", "forward", "1", "True"]
+    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, stats"
     assert "epochs=2" in rows["config"]
     assert "nothing is wrong with it." in rows["run.yaml:"]
 
@@ -156,14 +140,14 @@ def test_a_run_file_brings_hooks_specs_and_sinks(seen, tmp_path):
     assert run_here("run", write(RUN)) == 0
     folder = tmp_path / "runs/tiny/forward"
     hooks = facts_of(folder)["hooks"]
-    assert list(hooks) == ["training_metrics", "norms", "seen", "relu_activations"]
+    assert list(hooks) == ["training_metrics", "norms", "seen", "stats"]
     records = records_of(folder)
     metrics = {name for record in records for name in record["metrics"]}
-    assert "relu_activations/active_fraction" in metrics
-    assert not any(name.startswith("activations/relu/") for name in metrics)  # per_unit: false
+    assert "stats/1/forward/std" in metrics
+    assert "stats/1/forward/mean" not in metrics
     assert len(Path("calls.txt").read_text()) >= 6  # 2 epochs of 3 steps, and evaluations
     assert (folder / "forward.csv").exists()
-    assert "relu_activations/active_fraction" in (folder / "lines.log").read_text()
+    assert "stats/1/forward/std" in (folder / "lines.log").read_text()
 
 
 def test_a_dry_run_shows_where_hooks_sit(seen, capsys):
@@ -205,37 +189,37 @@ sinks:
 """
 
 TOLD = [
-    (2, "$.sed", "nothing is called 'sed' here. Did you mean 'seed'?"),
-    (3, "$.strategy", "tiny has no strategy 'sideways'."),
-    (5, "$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
-    (6, "$.config.lr", "expected a valid number"),
-    (6, "$.config.batch_size", "expected a valid integer"),
-    (7, "$.device", "warp"),
-    (9, "$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
-    (10, "$.hooks.names[1]", "expected a valid string, got 3."),
-    (10, "$.hooks.names[2]", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
-    (12, "$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
-    (13, "$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
-    (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
-    (16, "$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
-    (18, "$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
-    (19, "$.specs[1].hook_factory", "Invalid hook callable path ''."),
-    (20, "$.specs[2].target_module", "Did you mean 'target_modules'?"),
-    (21, "$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
-    (22, "$.specs[4]", "the hook 'e' has no target_modules."),
-    (24, "$.sinks.csv", "expected a valid boolean"),
-    (26, "$.sinks.others[0]", "There is no module 'nowhere.mod'"),
-    (27, "$.sinks.others[1].sink", "this is missing."),
-    (27, "$.sinks.others[1].snk", "nothing is called 'snk' here."),
-    (28, "$.sinks.others[2]", "Unknown sink 'unheard_of'."),
+    ("$.sed", "nothing is called 'sed' here. Did you mean 'seed'?"),
+    ("$.strategy", "tiny has no strategy 'sideways'."),
+    ("$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
+    ("$.config.lr", "expected a valid number"),
+    ("$.config.batch_size", "expected a valid integer"),
+    ("$.device", "warp"),
+    ("$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
+    ("$.hooks.names[1]", "expected a valid string, got 3."),
+    ("$.hooks.names[2]", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
+    ("$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
+    ("$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
+    ("$.hooks.config.hessian.epsilon", "expected a valid number"),
+    ("$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
+    ("$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
+    ("$.specs[1].hook_factory", "Invalid hook callable path ''."),
+    ("$.specs[2].target_module", "Did you mean 'target_modules'?"),
+    ("$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
+    ("$.specs[4]", "the hook 'e' has no target_modules."),
+    ("$.sinks.csv", "expected a valid boolean"),
+    ("$.sinks.others[0]", "There is no module 'nowhere.mod'"),
+    ("$.sinks.others[1].sink", "this is missing."),
+    ("$.sinks.others[1].snk", "nothing is called 'snk' here."),
+    ("$.sinks.others[2]", "Unknown sink 'unheard_of'."),
 ]
 
 
-def told(text: str, file: str) -> list[tuple[int, str, str]]:
-    """The line (0 in TOML), the path and the words of each mistake that was printed."""
-    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}(?:, line (\d+))?, at (\S+): (.*)$", text, re.MULTILINE)
+def told(text: str, file: str) -> list[tuple[str, str]]:
+    """The path and the words of each mistake that was printed."""
+    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}, at (\S+): (.*)$", text, re.MULTILINE)
     assert len(found) == len(text.strip().splitlines())
-    return [(int(line or 0), path, words) for line, path, words in found]
+    return found
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -244,8 +228,8 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
     Path("run.yaml").write_text(YAML)
     assert run_here(command, "run.yaml") == 2
     said, wanted = sorted(told(capsys.readouterr().err, "run.yaml")), sorted(TOLD)
-    assert [(line, path) for line, path, _ in said] == [(line, path) for line, path, _ in wanted]
-    for (_, _, words), (_, _, expected) in zip(said, wanted, strict=True):
+    assert [path for path, _ in said] == [path for path, _ in wanted]
+    for (_, words), (_, expected) in zip(said, wanted, strict=True):
         assert expected in words
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
@@ -253,26 +237,18 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
 @pytest.mark.parametrize(
     ("experiment", "words"),
     [
-        ("experiment: nothere\n", "line 1, at $.experiment: Unknown experiment 'nothere'."),
-        ("experiment: 3\n", "line 1, at $.experiment: expected a valid string, got 3."),
-        (f"experiment: {EXPERIMENTS}:Nothere\n", "line 1, at $.experiment: "),
+        ("experiment: nothere\n", "run.yaml, at $.experiment: Unknown experiment 'nothere'."),
+        ("experiment: 3\n", "run.yaml, at $.experiment: Unknown experiment '3'."),
+        (f"experiment: {EXPERIMENTS}:Nothere\n", "run.yaml, at $.experiment: "),
         ("", "run.yaml does not say what to run: experiment: NAME, or path/file.py:Class; or command: "),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_without_an_experiment_the_rest_is_still_checked(experiment, words, command, capsys):
-    """But for what only the experiment knows; a hook that its groups may have is not said to be missing."""
-    rest = (
-        "hooks: {with_hooks: observers, names: [nrms], config: {hessian: {epsilon: x}}}\nconfig: {epoch: 1}\nseed: x\n"
-    )
-    Path("run.yaml").write_text(experiment + rest)
+def test_an_experiment_that_is_not_there_is_told_with_its_place(experiment, words, command, capsys):
+    """Before the rest, of which it decides what is right."""
+    Path("run.yaml").write_text(f"{experiment}hooks: {{with_hooks: observers}}\n")
     assert run_here(command, "run.yaml") == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Unknown hook: 'nrms'" in said
-    assert "$.hooks.config.hessian.epsilon: expected" in said
-    assert "$.seed: expected" in said
-    assert len(said.strip().splitlines()) == 4
+    assert words in capsys.readouterr().err
 
 
 def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
@@ -283,4 +259,4 @@ def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
     )
     assert run_here("run", "run.yaml", "--strategy", "forward", "--hooks", "hessian") == 2
     said = capsys.readouterr().err
-    assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sed"]
+    assert [path for path, _ in told(said, "run.yaml")] == ["$.sed"]

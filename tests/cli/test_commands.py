@@ -212,8 +212,8 @@ def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureF
         ("1", "ReLU", 0),
         ("2", "Linear", 18),
     ]
-    checked = printed(["check", "hooks.json", "--model", "model.py:make_model", "--json"], 0, capsys)
-    assert checked["hooks"] == [{"name": "shapes", "on": "forward", "target_modules": ["0"], "matches": "0"}]
+    checked = printed(["check", "hooks.json", "--json"], 0, capsys)
+    assert checked["hooks"] == [{"name": "shapes", "on": "forward", "target_modules": ["0"], "enabled": True}]
     (norms,) = printed(["hooks", "norms", "--json"], 0, capsys)["hooks"]
     assert "total_norm" in [metric["name"] for metric in norms["metrics"]]
 

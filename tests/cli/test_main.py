@@ -74,7 +74,6 @@ def test_the_version_is_the_packages(capsys):
         (["run", TINY, "--save-checkpoints", "0"], "--save-checkpoints: expected greater than or equal to 1"),
         (["run", TINY, "--save-checkpoints", "--validate-checkpoints"], "do not go together"),
         (["report", "nowhere"], "There is no folder nowhere: hookline run leaves one in runs/EXPERIMENT/STRATEGY"),
-        (["run", "mod_arithmetic", "--heads", "5"], "hookline: heads=5 do not divide width=64"),
         (["find", f"{EXPERIMENTS}:make_model", "2.x"], "No module matches '2.x'"),
         (["check"], "arguments are required: FILE"),
         (["hooks", "nrms"], "Unknown hook: 'nrms'. Did you mean 'norms'?"),

@@ -151,17 +151,15 @@ def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     assert "tiny: backward" in capsys.readouterr().out
 
 
-def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
-    """A flag names it; a run file gives it arguments; what it cannot be made of is told."""
+def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path):
+    """A flag names it; a run file gives it arguments."""
     sink = f"{EXPERIMENTS}:LinesSink"
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", sink) == 0
     assert "training_metrics/loss" in (tmp_path / "runs/tiny/forward/lines.txt").read_text()
-    for options, code in (({"ending": "log"}, 0), ({"x": 1}, 2)):
-        others = [{"sink": sink, "options": options}]
-        Path("run.json").write_text(json.dumps({"experiment": TINY, "hooks": [], "sinks": {"others": others}}))
-        assert run_here("run", "run.json", "--epochs", "1", *QUIET) == code
+    others = [{"sink": sink, "options": {"ending": "log"}}]
+    Path("run.json").write_text(json.dumps({"experiment": TINY, "hooks": [], "sinks": {"others": others}}))
+    assert run_here("run", "run.json", "--epochs", "1", *QUIET) == 0
     assert (tmp_path / "runs/tiny/forward_1/lines.log").exists()
-    assert "others[0].options: The sink LinesSink cannot be made of x" in capsys.readouterr().err
 
 
 def test_a_function_makes_an_experiment(tmp_path):
@@ -174,13 +172,6 @@ def test_a_function_makes_an_experiment(tmp_path):
     assert (facts["result"]["steps"], facts["run"]["steps"], facts["run"]["snapshot_every"]) == (5, 5, 2)
     records = records_of(tmp_path / "runs" / "make_tiny" / "default_1")
     assert [record["point"] for record in records] == ["POST_STEP"] * 3  # of step 0, of 1 and 2, of 3 and 4
-
-
-def test_an_experiment_may_be_any_class_with_the_building_blocks():
-    """Nobody has to derive from anything."""
-    assert run_here("run", f"{EXPERIMENTS}:Plain", "--epochs", "3", "--hooks", *QUIET) == 0
-    facts = facts_of(Path("runs/Plain/default"))
-    assert (facts["result"]["steps"], facts["config"]) == (6, {})
 
 
 def test_a_run_file_says_everything_and_flags_win(tmp_path):
@@ -222,17 +213,12 @@ def test_a_word_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
     assert run_here("run", nested, "--epochs", "2", "--resume", "--console", "live", "--no-report") == 0
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [("{sink: jsonl, options: {pth: a}}", "line 4, at $.sinks.others[1].options: The sink JSONLSink"), ("wandb", "")],
-)
+@pytest.mark.parametrize(("other", "said"), [("{sink: jsonl, options: {pth: a}}", "JSONLSink"), ("wandb", "project")])
 def test_a_sink_that_does_not_take_its_arguments_leaves_no_folder(other, said, capsys, tmp_path):
-    """Told with its line before anything is trained or written."""
+    """Told before anything is trained or written."""
     Path("run.yaml").write_text(f"experiment: {TINY}\nsinks:\n  others: [memory,\n    {other}]\n")
-    assert run_here("run", "run.yaml", *QUIET) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert "others[1]" in err
+    assert run_here("run", "run.yaml", "--hooks", *QUIET) == 2
+    assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -403,27 +389,6 @@ def test_a_second_ctrl_c_says_what_there_is_to_continue_from(capsys, tmp_path, m
     monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", TINY, "--epochs", "1") == 130
     assert "Stopped at once, without saving; there is no checkpoint to continue from." in capsys.readouterr().out
-
-
-@pytest.fixture
-def three_threads():
-    """torch's own number, as on a machine of three cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_resumed_run_keeps_its_threads_and_a_flag_wins(three_threads, capsys):
-    """Which is told, as it may change the last bits; and the process has its own number again."""
-    run = ("run", TINY, "--silent", "--no-report", "--epochs")
-    folder = Path("runs/tiny/forward")
-    seen = []
-    for epochs, *flags in (("1", "--threads", "2"), ("2", "--resume"), ("3", "--resume", "--threads", "1")):
-        assert run_here(*run, epochs, *flags) == 0
-        seen.append((facts_of(folder)["threads"], "last bits" in capsys.readouterr().out))
-    assert seen == [(2, False), (2, False), (1, True)]
-    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_attached_again_with_the_same_context_the_hooks_are_there():
         assert (len(cfg._active_policy_hooks), len(cfg._active_policy_backward_hooks)) == (2, 3)
         policy(torch.randn(5, 4)).sum().backward()
         cfg._clear_policy_hooks()
-    counted = trainer.context.model_metrics["relu_activation_state"].counted()
+    counted = trainer.context.model_metrics["relu_activation_state"]._kept
     assert counted["actor_mlp"]["samples"] == {"8": 10}
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -100,23 +99,16 @@ def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
     handle.remove(quiet=True)
 
 
-def test_code_that_was_compiled_without_guards_is_named() -> None:
-    """A hook that comes after it is never noticed."""
-    torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(2, 2))
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    torch.compile(model, backend="eager", options=options)(torch.ones(1, 2))
+def test_a_model_that_vllm_has_compiled_is_named() -> None:
+    """Its code has no guards, so a hook that comes after it is never noticed."""
+
+    class TorchCompileWithNoGuardsWrapper(nn.Sequential):
+        """Of the name that vLLM's has."""
+
+    model = TorchCompileWithNoGuardsWrapper(nn.Linear(2, 2))
     handle = hl.attach(model, "0", look)
-    try:
-        problems = doctor(model).problems
-        assert {hook.kind for hook in doctor(model).hooks} == {"forward"}
-        assert any(
-            "will not fire" in each and "compiled code that was made without guards" in each for each in problems
-        )
-    finally:
-        handle.remove(quiet=True)
-        torch.compiler.reset()
-    assert doctor(model).silent == []
+    assert any("will not fire" in each and "without guards" in each for each in doctor(model).problems)
+    handle.remove(quiet=True)
 
 
 def test_the_command_prints_and_exits_by_the_problems(tmp_path, capsys, monkeypatch) -> None:

@@ -111,6 +111,21 @@ def test_autocast_and_compiled_models_are_checked_and_the_second_run_is_eager() 
     assert any("eager" in note for note in report.notes)
 
 
+def test_a_followed_forward_is_run_again_under_its_autocast() -> None:
+    """In float32 nothing would overflow."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.fill_(3e4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with find_bad_operations(model, optimizer) as check:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(torch.ones(2, 4))
+        out.float().sum().backward()
+        optimizer.step()
+    assert check.reports[0].operation is not None
+    assert check.reports[0].operation.what == "overflow of float16"
+
+
 def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
     """A bad batch is no operator's fault; a fault that is gone in the second run did not repeat."""
     run = Run()

@@ -177,7 +177,7 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
     with ExitStack() as on:
         hooks: list[Any] = []
         if "alarm" in tools:
-            alarm = on.enter_context(hl.observe.alarm(model, optimizer=optimizer, spike=10))
+            alarm = on.enter_context(hl.observe.alarm(model, optimizer=optimizer))
         if "finder" in tools:
             check = find_bad_operations(model, optimizer, step_fn=run.step if whole else None, every=2 if whole else 16)
             on.enter_context(check)

@@ -125,7 +125,7 @@ def test_what_is_no_trace_is_refused(tmp_path):
 
 
 KINDS = ("output", "input+output", "output+output_grad", "output_grad", "input_grad", "param_grad", "output+param_grad")
-MODES = ("forward", "optimizer", "manual", "no_grad")
+MODES = ("forward", "optimizer", "no_grad")
 
 KILLED = """
 import os, signal, sys, torch, torch.distributed as dist
@@ -145,7 +145,7 @@ for mode in modes:
     for kind in kinds:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        made = {"forward": "forward", "no_grad": "forward", "manual": "manual", "optimizer": optimizer}[mode]
+        made = {"forward": "forward", "no_grad": "forward", "optimizer": optimizer}[mode]
         running = trace(model, to=f"{folder}/{mode}-{kind}", tensors="1", kinds=kind.split("+"), step=made)
         alive.append(running)
         for step in range(3):
@@ -155,8 +155,6 @@ for mode in modes:
                 found.sum().backward()
             if step < 2:
                 optimizer.step()
-                if mode == "manual":
-                    running.step()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

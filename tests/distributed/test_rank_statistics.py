@@ -17,7 +17,6 @@ from helpers_nets import (
     column_and_row,
     fsdp,
     mesh_of,
-    refused,
     sequence,
     small_net,
     train_pipeline,
@@ -178,14 +177,13 @@ def test_a_tensor_whose_ranks_hold_summands_is_not_counted():
 
 
 @on_ranks.case
-def test_replicas_and_shards_can_be_declared():
-    """``replicated=`` counts the numbers of one rank of a group, ``sharded=`` those of all, whatever they are."""
+def test_replicas_can_be_declared():
+    """``replicated=`` counts the numbers of one rank of a group, whatever they are."""
     reference = one_process()
-    found, _ = watched(column_and_row(small_net(), mesh_of(4)), 0, 1, replicated="up", sharded="head")
+    found, _ = watched(column_and_row(small_net(), mesh_of(4)), 0, 1, replicated="up")
     ratios = {name: sum(found[name].values()) / sum(reference[name].values()) for name in found if "histogram" in name}
     different = {name: ratio for name, ratio in ratios.items() if ratio != 1}
-    assert set(different) == {f"{name}/{kind}/histogram" for name in ("up", "head") for kind in ("forward", "backward")}
-    assert ratios["head/forward/histogram"] == 4
+    assert set(different) == {f"{name}/{kind}/histogram" for name in ("up",) for kind in ("forward", "backward")}
     assert ratios["up/forward/histogram"] == pytest.approx(0.25, rel=0.1)  # whole numbers in each bin
 
 
@@ -230,41 +228,3 @@ def test_a_flush_is_one_gather_and_printing_is_none():
             call()
             assert gather.call_count == 1
     assert str(watch).splitlines()[-1].startswith(f"only rank {dist.get_rank()} of 4")
-
-
-@on_ranks.case
-def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it():
-    """``watch.update`` on two ranks of four; every rank receives it. Before there is any number, there is nothing."""
-    watch = hl.watch(small_net(), "head", on="forward", stats=["mean", "max"])
-    assert watch.to_metrics() == {}
-    if dist.get_rank() % 2:
-        watch.update("loss", torch.tensor([1.0, 2.0 + dist.get_rank()]))
-    assert watch.to_metrics() == {"loss/mean": 2.5, "loss/max": 5.0}
-
-
-def without_a_module() -> hl.observe.Watch:
-    model = small_net()
-    if dist.get_rank() == 3:
-        del model.down
-    return hl.watch(model, on=["forward", "param"])
-
-
-DIFFER: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "stats": (
-        lambda: hl.watch(small_net(), stats=["mean"] if dist.get_rank() else ["max"]),
-        ["stats: rank 0: ('max',); ranks 1, 2, 3: ('mean',)", "(0,)"],
-    ),
-    "target": (
-        lambda: hl.watch(small_net(), "up" if dist.get_rank() == 3 else "*"),
-        ["target: ranks 0, 1, 2: '*'; rank 3: 'up'", "(3,)"],
-    ),
-    "modules": (without_a_module, ["rank 3 has no 'down.bias/param', 'down.weight/param', 'down/forward'"]),
-}
-
-
-@on_ranks.case(what=list(DIFFER))
-def test_watches_that_differ_are_refused_on_every_rank(what):
-    """The same error everywhere; it names the rank and the difference."""
-    make, words = DIFFER[what]
-    text = refused(make().to_metrics)
-    assert [word for word in words if word not in text] == [], text

@@ -21,7 +21,7 @@ def hook(rank: int, **values: Any) -> dict[str, Any]:
     """A hook as one worker tells of it."""
     return {
         "id": "h1", "name": "stats", "hook_factory": "hookline.factories:activation_stats", "on": "forward",
-        "target_modules": ["model.layers.#"], "config": {}, "matched": ["model.layers.0"], "origin": "http",
+        "target_modules": ["model.layers.#"], "config": {}, "matched": ["model.layers.0"],
         "fired": 3, "last_step": 2, "cost_us": 1.5, "errors": 0, "off": False, "last_error": None, "rank": rank,
         "way": "eager", "sites": {"model.layers.0": 3}, "silent": {}, **values,
     }  # fmt: skip

@@ -112,7 +112,7 @@ class Engine:
                 req_id=name,
                 prompt_token_ids=[0] * PROMPTS[name],
                 num_computed_tokens=0,
-                sampling_params=SimpleNamespace(extra_args={"hookline": options} if options else None),
+                sampling_params=SimpleNamespace(extra_args=None if options is None else {"hookline": options}),
             )
             for name, options in (new or {}).items()
         ]

@@ -46,7 +46,7 @@ def test_a_client_cannot_stop_the_engine(context, on_error):
 
 
 def probe(**config):
-    head = ProbeHead([(torch.zeros(1, 4), torch.tensor([5.0]))], threshold=0.5)
+    head = ProbeHead(torch.zeros(4), 5.0)
     spec = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
     return {**spec, "config": {"head": head, "name": "p", "action": "flag", **config}}
 
@@ -55,18 +55,18 @@ def test_flags_are_of_one_request_though_its_name_comes_again(context, monkeypat
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
     added = hooks.add(probe())
-    engine.step(BOTH, dict.fromkeys(BOTH))
+    engine.step(BOTH, {key: {} for key in BOTH})
     engine.step({}, finished=list(BOTH))
     later = {"a-00000003": 1, "b-00000004": 1}
     for name in later:
         monkeypatch.setitem(PROMPTS, name, 1)
-    engine.step(later, dict.fromkeys(later))
+    engine.step(later, {key: {} for key in later})
     hooks.remove(added["id"])
-    (flag,) = hooks.flags("a")
+    (flag,) = hooks.states("a").flags
     assert (flag["tokens"], flag["stopped"]) == (1, False)
     engine.step({}, finished=list(later))
-    engine.step(BOTH, dict.fromkeys(BOTH))  # negative control: nothing is flagged in these
-    assert hooks.flags("b") == []
+    engine.step(BOTH, {key: {} for key in BOTH})  # negative control: nothing is flagged in these
+    assert hooks.states("b").flags == []
 
 
 def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(context, monkeypatch):

@@ -96,19 +96,16 @@ def test_a_factory_of_a_user_knows_whose_rows_it_sees(context):
 def test_a_probe_flags_requests(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
-    always, never = (ProbeHead([(torch.zeros(1, 4), torch.tensor([bias]))], threshold=0.5) for bias in (5.0, -5.0))
+    always, never = (ProbeHead(torch.zeros(4), bias) for bias in (5.0, -5.0))
     base = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
     for name, head in (("always", always), ("never", never)):
         config = {"head": head, "name": name, "action": "flag", "requests": ["a"]}
         hooks.add({**base, "config": config})
-    engine.step(PROMPTS, {"a-00000001": {"hidden_states": {"layers": ["layers.0"]}}, "b-00000002": None})
+    engine.step(PROMPTS, {"a-00000001": {"hidden_states": {"layers": ["layers.0"]}}, "b-00000002": {}})
     engine.step({"a-00000001": 1, "b-00000002": 1}, computed={"a-00000001": 3, "b-00000002": 2})
     (flag,) = hooks.states("a").flags
     assert (flag["probe"], flag["tokens"], flag["position"]) == ("always", 4, 0)
-    assert hooks.flags("b") == []
-    engine.step(PROMPTS)
-    assert hooks.flags("a")[0]["tokens"] == 3
-    assert hooks.flags("a") == []
+    assert hooks.states("b").flags == []
 
 
 class ParallelLMHead(nn.Linear):

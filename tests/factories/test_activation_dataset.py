@@ -126,20 +126,8 @@ def test_a_spec_exports_inputs_before_the_forward(tmp_path: Path) -> None:
         [hook] = hooks_of(handles)
         model(numbers)
     hook.close()
-    assert torch.equal(ActivationDataset(tmp_path, module="1/input", requests="a").tensors()[0], expected)
+    assert torch.equal(ActivationDataset(tmp_path, module="1/input").tensors()[0][:3], expected)
     assert not torch.equal(numbers[0], expected)
-
-
-@pytest.mark.parametrize("budget", [1, 200, 500])
-def test_a_budget_ends_the_run_before_a_batch(tmp_path: Path, budget: int) -> None:
-    """What is there is that of whole sequences, at all modules, and not more than was allowed."""
-    ran = export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path, batch_size=2, max_bytes=budget)
-    records = list(read_export(tmp_path))
-    assert ran < len(SEQUENCES)
-    assert sum(record.tensor.nbytes for record in records) <= budget
-    by_module = [[each.request for each in records if each.module == name] for name in ("layers.0", "layers.1")]
-    assert by_module[0] == by_module[1]
-    assert len(by_module[0]) == ran
 
 
 def test_what_has_run_until_an_error_is_kept(tmp_path: Path) -> None:
@@ -171,7 +159,7 @@ def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Pat
 
 
 def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
-    """Two requests of a padded batch; one that is chosen by a pattern."""
+    """Two requests of a padded batch."""
     hook = export({"folder": str(tmp_path)})
     with serving(PADDED):
         hook(nn.Identity(), (), torch.arange(24.0).reshape(2, 3, 4))
@@ -179,9 +167,7 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
     dataset = ActivationDataset(tmp_path)
     found = [(item["request"], item["token"], item["position"]) for item in map(dataset.__getitem__, range(4))]
     assert found == [("a", 1, 0), ("a", 2, 1), ("a", 3, 2), ("b", 9, 0)]
-    for names in ("b*", ["b*"], ("nobody", "b")):
-        found = ActivationDataset(tmp_path, requests=names)
-        assert found[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
+    assert dataset[3]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
 
 
 def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path) -> None:

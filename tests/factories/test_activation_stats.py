@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import logging
 from typing import Any
 
 import pytest
@@ -122,23 +121,23 @@ def test_two_threads_lose_nothing() -> None:
     assert hook.to_metrics()["Identity.0/norm"] == pytest.approx(3**0.5)
 
 
-def test_lines_are_written_when_they_are_due_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five forwards, each of a second, leave lines after the second, the fourth and the last."""
-    file, clock = tmp_path / "stats.jsonl", [0.0]
+def test_tables_are_logged_when_they_are_due_and_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five forwards, each of a second, leave tables after the second, the fourth and the last."""
+    clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    hook = activation_stats({"stats": ["max", "nan"], "log_every": 2, "file": str(file)})
-    with hl.attach(model, "#", hook):
+    hook = activation_stats({"stats": ["max", "nan"], "log_every": 2})
+    with caplog.at_level(logging.INFO, "hookline.factories"), hl.attach(model, "#", hook):
         for value in range(5):
             clock[0] = float(value)
             model(torch.tensor([float(value), torch.inf if value == 4 else 0.0]))
-    hook.close()
-    hook.close()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["forwards"], line["0/max"], line["1/max"]) for line in lines[:2]] == [(2, 1.0, 1.0), (4, 3.0, 3.0)]
-    assert lines[2]["forwards"] == 5
-    assert lines[2]["0/max"] == "Infinity"
-    assert len(lines) == 3
+        hook.close()
+        hook.close()
+    texts = [record.getMessage().splitlines() for record in caplog.records]
+    assert [text[0] for text in texts] == ["2 forwards", "4 forwards", "5 forwards"]
+    assert [text[-1].split()[:2] for text in texts] == [["1", "1"], ["1", "3"], ["1", "inf"]]
 
 
 class Layered(nn.Module):

@@ -80,13 +80,12 @@ def test_last_takes_the_last_token_of_each_request(tmp_path: Path) -> None:
     assert found == [("a", (3,), (2,), x[0, -1:].tolist()), ("b", (9,), (0,), x[1, -1:].tolist())]
 
 
-def test_what_is_not_by_token_is_separated_by_row(tmp_path: Path) -> None:
-    """A pooled vector and attention weights, with as many heads as there are tokens: each request gets its row."""
+def test_what_is_not_by_token_is_written_whole(tmp_path: Path) -> None:
+    """A pooled vector and attention weights, with as many heads as there are tokens: of no request."""
     outputs = (torch.arange(10.0).view(2, 5), torch.arange(54.0).view(2, 3, 3, 3))
     records, _ = exported(tmp_path, *outputs, rows=PADDED)
-    assert [(each.request, each.tokens) for each in records] == [("a", ()), ("b", ())] * 2
-    want = [row for output in outputs for row in output]
-    assert all(torch.equal(each.tensor, row) for each, row in zip(records, want, strict=True))
+    assert [(each.request, each.tokens) for each in records] == [(None, ())] * 2
+    assert all(torch.equal(each.tensor, output) for each, output in zip(records, outputs, strict=True))
 
 
 def test_what_changes_in_place_later_is_written_as_it_was(tmp_path: Path) -> None:

@@ -219,28 +219,3 @@ def test_a_release_keeps_no_gradient_batch_or_graph_alive():
         gc.collect()
         assert all(ref() is None for ref in refs)
         assert max(map(_torch.use_count, parameters)) == 1
-
-
-# -- observers ------------------------------------------------------------------------------------------------------
-
-TRESPASSES = {
-    "parameter": (lambda run: nn.init.zeros_(run.model.head.weight), "model.head.weight"),
-    "buffer": (lambda run: run.model.scale.add_(1), "model.scale"),
-    "forward in training mode": (lambda run: run.model.norm(torch.ones(2, 6)), "model.norm.num_batches_tracked"),
-    "gradient": (lambda run: run.model.head.weight.grad.zero_(), "model.head.weight.grad"),
-    "gradient gone": (lambda run: run.model.zero_grad(), "model.embed.weight.grad"),
-    "mode": (lambda run: run.model.eval(), "model.training"),
-    "optimizer": (lambda run: run.optimizer.step(), "model.embed.weight"),
-    "random": (lambda run: torch.rand(1), "random stream of torch"),
-}
-
-
-@pytest.mark.parametrize("trespass", sorted(TRESPASSES))
-def test_an_observer_that_changes_something_is_named(trespass):
-    """With what it changed."""
-    act, name = TRESPASSES[trespass]
-    run = Run()
-    guard = guard_of(run)
-    with pytest.raises(GuardError, match="'watcher' observes") as caught, guard.check_observers("watcher"):
-        act(run)
-    assert name in str(caught.value)

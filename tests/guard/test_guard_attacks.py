@@ -168,12 +168,7 @@ def protect(model):
         guard.release()
 
 
-def observe(model):
-    with Guard(model).check_observers("any"):
-        pass
-
-
-@pytest.mark.parametrize("use", [roll_back, protect, observe])
+@pytest.mark.parametrize("use", [roll_back, protect])
 def test_an_interrupt_at_any_opcode_of_the_guard_loses_nothing(use):
     """Not even the mode for gradients, into and out of which the guard itself goes."""
     model = nn.Linear(2, 1)

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import hookline as hl
 from hookline.guard.guard import _SWITCHES, rollback
 
 
@@ -79,42 +77,6 @@ def test_what_was_put_into_a_batch_in_place_of_something_is_out_again(kind):
         else:
             batch.x = torch.zeros(1)
     assert [id(leaf) for leaf in _leaves(batch)] == objects
-
-
-def _trained(*hooks: Any, strict: bool = False) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
-    experiment = hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(data, batch_size=8))
-    experiment.loss_fn = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-    hl.epoch_loop(experiment, epochs=5, manager=hl.HookManager(hooks=list(hooks), strict=strict))
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-class _Observer(hl.TrainingHook):
-    name = "observer"
-    hook_points = {hl.HookPoint.PRE_STEP}
-
-    def __init__(self, act):
-        self.act = act
-
-    def compute(self, ctx):
-        self.act(ctx)
-        return {}
-
-
-def test_an_observer_that_leaves_a_switch_moved_is_named_in_strict_mode():
-    """By the name of the switch."""
-
-    def act(ctx: Any) -> None:
-        torch.set_num_threads(torch.get_num_threads() + 1)
-
-    before = torch.get_num_threads()
-    try:
-        with pytest.raises(hl.errors.GuardError, match="changed 'number of threads'"):
-            _trained(_Observer(act), strict=True)
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- switches -------------------------------------------------------------------------------------------------------

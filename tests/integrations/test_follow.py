@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.debug import FlightRecorder, read_flight
-from hookline.errors import LifecycleError, OptionError, UnhookableError
+from hookline.errors import HooklineWarning, LifecycleError, OptionError, UnhookableError
 
 POINTS = hl.HookPoint
 
@@ -259,6 +259,26 @@ def _untimed(metrics: Any) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("resources/")}
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_log_with_an_earlier_run_is_continued_only_where_its_state_is_loaded(resumes: bool, tmp_path: Path) -> None:
+    """Otherwise two runs stand beside each other, and the user is told."""
+    log = tmp_path / "records.jsonl"
+    loop = Loop()
+    with loop.follow(["norms"], log=log) as run:
+        loop.train(1)
+        state = run.state_dict()
+    told = contextlib.nullcontext() if resumes else pytest.warns(HooklineWarning, match="holds an earlier run")
+    loop = Loop()
+    with told, loop.follow(["norms"], log=log) as run:
+        if resumes:
+            run.load_state_dict(state)
+        loop.train(1)
+    found = {name: list(each.series(each.metrics[0])[0]) for name, each in hl.load_runs(tmp_path).items()}
+    assert len(found) == (1 if resumes else 2), found
+    steps = [len(each) for each in found.values()]
+    assert steps == ([14] if resumes else [7, 7])
+
+
 def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
     whole = Loop()
     with whole.follow(["norms", Counting()], loader=whole.loader) as run:
@@ -278,7 +298,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
         found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
         assert nested_differences(found, expected) == []
     assert nested_differences(second.left()["state"], whole.left()["state"]) == []
-    with pytest.raises(LifecycleError, match="followed run"):
+    with pytest.raises(LifecycleError, match="has no loop"):
         run.load_state_dict({})
 
 

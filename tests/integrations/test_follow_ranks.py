@@ -61,15 +61,6 @@ def _told(words: str) -> Iterator[list[str]]:
 
 
 @on_ranks.case
-def test_a_model_in_join_is_warned_of():
-    """Ranks with different numbers of batches would wait for each other until the time-out."""
-    loop = _Loop()
-    with _told("join()") as told, loop.follow()[0], loop.model.join():
-        loop.train(1)
-    assert ["Next: give every rank as many batches" in text for text in told] == [True]
-
-
-@on_ranks.case
 def test_a_process_that_ends_in_the_middle_does_not_wait_for_ranks_that_train():
     """As ``sys.exit(1)`` on one rank: the others wait for it in a collective of DDP, so it has to go."""
     loop = _Loop()

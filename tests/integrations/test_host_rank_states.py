@@ -101,7 +101,7 @@ def test_accelerate_on_rank_0_alone_waits_for_nobody_and_says_what_is_missing():
         assert ({step: resumed[step] for step in (2, 3)}, told) == ({2: [3, 102], 3: [4, 202]}, [])
     else:
         (text,) = told
-        assert "is only of rank 0, and rank 1 continues with it" in text
+        assert "is of rank 0 of 2, and rank 1 of 2 continues with it" in text
 
 
 def _accelerate(folder: Path, *, everywhere: bool) -> Any:
@@ -217,7 +217,7 @@ def test_another_number_of_ranks_goes_on_with_rank_0_and_is_told() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hook = CountsByRank()
     with hl.follow(model, optimizer, [hook], sinks=[]) as run:
-        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run continues with 1"):
+        with pytest.warns(HooklineWarning, match="of rank 0 of 2, and rank 0 of 1 continues"):
             run.load_state_dict(state)
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

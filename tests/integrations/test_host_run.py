@@ -226,7 +226,7 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     """Names, their arguments, a spec and a sink come from one file; what it says of training is passed over."""
     (tmp_path / "run.yaml").write_text(
         "experiment: mod_arithmetic\nseed: 3\n"
-        "hooks: {names: [norms, relu_activations], config: {relu_activations: {targets: '2'}}, on_error: warn}\n"
+        "hooks: {names: [norms, stats], config: {stats: {targets: '2', every: 1}}, on_error: warn}\n"
         "specs: [{name: stats, target_modules: ['0'], hook_factory: 'hookline.factories:activation_stats'}]\n"
         "sinks: {jsonl: true, others: [memory, {sink: 'own.py:Own', options: {path: OWN}}]}\n".replace(
             "OWN", str(tmp_path / "own.jsonl")
@@ -236,12 +236,12 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     experiment, sink = rich_experiment(), MemorySink()
     run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
     run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
-    assert list(run.manager.hooks) == ["training_metrics", "norms", "relu_activations", "resources"]
+    assert list(run.manager.hooks) == ["training_metrics", "norms", "stats", "resources"]
     train_by_hand(experiment, run, epochs=2)
     run.close()
     names = {name for record in sink.records for name in record.metrics}
     assert {"training_metrics/loss", "norms/total_norm"} <= names
-    assert any(name.startswith("activations/relu/") for name in names)
+    assert "stats/2/forward/std" in names
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
     assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks

@@ -72,7 +72,7 @@ def test_no_count_is_lost_between_threads():
     state = Slow()
     in_threads(lambda _: [state.update("c", torch.tensor([1.0, 0.0])) for _ in range(20)], 4)
     assert set(met) == {1}
-    assert state.counted()["c"]["samples"] == {"2": 80}
+    assert state._kept["c"]["samples"] == {"2": 80}
     assert state.to_metrics() == {"activations/relu/c/0": 1.0, "activations/relu/c/1": 0.0}
 
 

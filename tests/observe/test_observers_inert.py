@@ -204,7 +204,7 @@ OBSERVERS = {
     "capture": capturing(),
     "capture of everything": capturing(inputs=True, grads=True),
     "capture of everything by copies": capturing(inputs=True, grads=True, clone=True, detach=True),
-    "capture of parts": capturing(inputs=True, grads=True, index=lambda tensor: tensor[..., -1], dtype="bfloat16"),
+    "capture of parts": capturing(inputs=True, grads=True, index=lambda tensor: tensor[..., -1].bfloat16()),
     "capture of the process": capturing(inputs=True, grads=True, scope="process"),
 }
 

@@ -178,7 +178,7 @@ def test_a_hook_goes_on_fires_and_comes_off(client: httpx.Client) -> None:
     assert added.status_code == 201
     hook = added.json()
     assert hook["matched"] == ["model.layers.0", "model.layers.1"]
-    assert (hook["fired"], hook["origin"], hook["cost_us"]) == (0, "http", None)
+    assert (hook["fired"], hook["cost_us"]) == (0, None)
     _complete(client)
     (listed,) = client.get("/hooks").json()["hooks"]
     assert listed["fired"] == 2 * 8  # two layers, eight forwards
@@ -306,14 +306,13 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client
         (sample.name, sample.labels.get("stat")): sample.value for family in families for sample in family.samples
     }
     for family in families:
-        assert family.type in ("counter", "gauge", "histogram")
+        assert family.type in ("counter", "gauge")
         assert len(family.documentation.split()) >= 3, family.name
     assert page.count("# HELP ") == page.count("# TYPE ") == len(families)
     assert samples["hookline_engine_answer_tokens_total", None] == before + 8
     assert samples["hookline_hook_fired_total", None] == 16
     assert samples["hookline_hook_metric", "dropped"] == 0
     assert {("hookline_hook_metric", "written_bytes"), ("hookline_hook_metric", "queued_bytes")} <= set(samples)
-    assert samples["hookline_http_request_duration_seconds_count", None] > 0
 
 
 # -- clients that go -------------------------------------------------------------------------------------------

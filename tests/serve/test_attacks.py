@@ -18,7 +18,6 @@ from helpers_waiting import PATIENCE, until
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from hookline.engines.request_options import StatesWanted
 from hookline.serve.http import hook_routes
 from hookline.serve.http.app import Serving, make_app, make_hook_app
 from hookline.serve.http.hook_routes import LiveHookPaths
@@ -114,14 +113,3 @@ def test_what_is_loaded_is_not_gone_through_while_clients_wait(folder: Path) -> 
     with served(folder):
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
-
-
-def test_a_token_does_not_wait_for_every_position_that_a_request_lists() -> None:
-    """65,536 of them were looked at for each token of each answer: 4 s for a token of 64 answers."""
-    wanted = StatesWanted(("model.norm",), positions=[*range(-1000, 64_000), 5, 5])
-    start = time.perf_counter()
-    for step in range(1000):
-        assert wanted.places(40_000 + step, 1, 64_000) == [40_000 + step]
-    assert time.perf_counter() - start < 2.0
-    assert wanted.places(62_998, 4, 64_000) == [62_998, 62_999, 63_000, 63_001]
-    assert wanted.places(64_000, 5, 64_000) == []

@@ -117,7 +117,7 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
         engine.submit(GenerationRequest("s", (5,)), Answer())
     engine.close()
     assert engine.between(lambda: 3).result(PATIENCE) == 3
-    assert live.removed
+    assert live.handle.removed
     hl.assert_no_hooks(model, foreign=True)
 
 

@@ -121,7 +121,7 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     thread.start()
     assert live.hook.is_closing.wait(PATIENCE)
     assert len(ask(engine, max_tokens=20).wait().tokens) == 20
-    assert (live.removed, removed, engine.hooks.list()) == (True, [], [])
+    assert (live.handle.removed, removed, engine.hooks.list()) == (True, [], [])
     live.hook.may_close.set()
     thread.join(PATIENCE)
     assert (removed, live.hook.closed) == ([live], True)

@@ -73,11 +73,6 @@ def nothing(config):
     return None
 
 
-async def later(config):
-    """A factory that promises a hook."""
-    return counting(config)
-
-
 def broken(config):
     raise ZeroDivisionError("no hook today")
 
@@ -120,7 +115,6 @@ def test_a_spec_may_ask_for_errors_to_be_raised(engine) -> None:
         (spec("nothing"), OptionError, f"Hook factory '{__name__}:nothing' for spec '' returned None"),
         (spec("broken"), ZeroDivisionError, "no hook today"),
         (spec("misfit"), HookSignatureError, "cannot be a forward hook"),
-        (spec("later"), HookSignatureError, "is async"),
         (spec("absent"), AttributeError, "absent"),
         ({"target_modules": [LAYER]}, OptionError, "no 'hook_factory'"),
         ({"hook_factory": f"{__name__}:counting"}, OptionError, "no 'target_modules'"),
@@ -149,10 +143,7 @@ def test_start_up_files_pass_over_what_matches_nothing(engine, caplog) -> None:
     before = len(MADE)
     specs = [spec("counting", name="a"), spec("counting", "nowhere.*", name="b"), spec("counting", "lm_head", name="c")]
     added = engine.hooks.add_all(specs)
-    assert [(live.name, live.matched, live.origin) for live in added] == [
-        ("a", (LAYER,), "start"),
-        ("c", ("lm_head",), "start"),
-    ]
+    assert [(live.name, live.matched) for live in added] == [("a", (LAYER,)), ("c", ("lm_head",))]
     assert "No modules matched hook spec 'b'" in caplog.text
     assert [made.closed for made in MADE[before:]] == [0, 1, 0]
 

@@ -201,7 +201,7 @@ REFUSED = {
     "a vector of another length": (
         {**steer(1.0), "config": {"vector": [1.0] * 7}},
         OptionError,
-        rf"steer was given what is for 7 numbers, and the output of {LAYER} has 32",
+        rf"steer was given 7 numbers, and the output of {LAYER} has 32",
     ),
 }
 

@@ -35,7 +35,7 @@ def _write(path: Path, value: Any) -> str:
 def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path, tmp_path: Path) -> None:
     """Hooks of both files are on; after SIGTERM in the middle of eight answers, every one of them is whole, every token
     of them is in the export, every forward in the statistics, and the exit code is 0."""
-    states, numbers = tmp_path / "states", tmp_path / "numbers.jsonl"
+    states = tmp_path / "states"
     arguments = [
         "--model", str(folder), "--served-model-name", "small", "--max-batch", "4", "--no-strict",
         "--server-args", _write(tmp_path / "args.json", {"enable_hooks": True, "tp_size": 1, "hooks": [
@@ -44,7 +44,7 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
         ]}),
         "--hooks", _write(tmp_path / "hooks.json", [{**SLOW, "config": {"seconds": 0.1}}, {
             **EXPORT, "name": "numbers", "hook_factory": "hookline.factories:activation_stats",
-            "config": {"file": str(numbers)},
+            "config": {"log_every": 3600},
         }]),
     ]  # fmt: skip
     with ServerProcess(*arguments, HOOKLINE_SERVE_TOKEN=TOKEN) as server:
@@ -52,7 +52,6 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "small"
         listed = httpx.get(f"{url}/hooks").json()["hooks"]
         assert [hook["name"] for hook in listed] == ["states", "slow", "numbers"]
-        assert {hook["origin"] for hook in listed} == {"start"}
         assert "No modules matched hook spec 'typo' patterns=['no.such.*']" in server.said
         assert "Registered forward hook 'states' on model.layers.0" in server.said
         answers = _under_load(url, lambda: server.process.send_signal(signal.SIGTERM))
@@ -62,8 +61,7 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
     bodies = [answer.json() for answer in answers]
     assert {body["choices"][0]["finish_reason"] for body in bodies} == {"length"}
     forwards = _check_export(states, bodies)
-    (line,) = numbers.read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["forwards"] == forwards
+    assert f"{forwards} forwards" in server.said
 
 
 def _under_load(url: str, act: Callable[[], None]) -> list[httpx.Response]:

@@ -66,8 +66,8 @@ def test_two_clients_in_one_padded_batch_see_their_own_rows(tiny) -> None:
         ({"phase": "decode"}, [5, 6, 7]),
         ({"positions": "last"}, [4, 5, 6, 7]),
         ({"positions": "last", "phase": "prefill"}, [4]),
-        ({"positions": (-1, 0, 6, 0)}, [0, 4, 6]),
-        ({"positions": [-5]}, [0]),
+        ({"window": (-2, 7)}, [3, 4, 5, 6]),
+        ({"window": [-5, 1]}, [0]),
     ],
 )
 def test_positions_count_in_the_sequence(tiny, engine, wanted, positions) -> None:
@@ -103,17 +103,13 @@ def test_observers_are_on_while_somebody_wants_them_and_no_longer(tiny) -> None:
 
 
 def test_a_layer_that_is_not_there_is_refused_with_the_nearest(engine) -> None:
-    """Before anything runs, as a module without a row for each token is, and a position that no forward has."""
+    """Before anything runs, as a module without a row for each token is, and a window without a position."""
     with pytest.raises(NoMatchError, match=r"No module matches 'model.layer.0'.*nearest: 'model.layers.0'"):
         ask(engine, (5,), StatesWanted(("model.layer.0",)))
     with pytest.raises(OptionError, match=r"'model.layers' has no output with a row for each token"):
         ask(engine, (5,), StatesWanted(("model.layers",)))
-    with pytest.raises(OptionError, match=r"Position 9 is never run: .* from 0 to 3"):
-        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(9,)), max_tokens=3)
-    with pytest.raises(OptionError, match="Position -3 is never run"):
-        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(-3,)), max_tokens=3)
-    with pytest.raises(OptionError, match="from 2 to 1"):
-        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(2,), phase="decode"), max_tokens=1)
+    with pytest.raises(OptionError, match=r"window \[0, -3\] has no position in it"):
+        ask(engine, (5, 6), StatesWanted((LAYER,), window=(0, -3)), max_tokens=3)
     assert engine.counts()["requests_accepted"] == 0
 
 
@@ -215,7 +211,7 @@ one_of_them = st.tuples(
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(one_of_them, min_size=2, max_size=6), st.sets(st.integers(0, 30), max_size=3), st.integers(0, 10_000))
 def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, clients, failing, seed) -> None:
-    """Forwards that break, among any layers, inputs and lists of positions: who ends well has their own, and all."""
+    """Forwards that break, among any layers, inputs and windows: who ends well has their own, and all."""
     model, _ = tiny
     rng = random.Random(seed)
     forwards, asked, gate = iter(range(10_000)), [], threading.Event()
@@ -230,8 +226,9 @@ def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, cli
             if asked and after:
                 gate.set()
                 until(lambda after=after: len(asked[-1].tokens) >= after or asked[-1].finished)
-            wanted = sorted({each for each in positions if -prompt <= each < prompt + count - 1})
-            states = StatesWanted(layers, positions=wanted, of=of) if layers and wanted else None
+            places = [each + prompt * (each < 0) for each in positions if -prompt <= each < prompt + count - 1]
+            window = (min(places) - prompt * (min(places) < prompt), max(places) + 1) if places else None
+            states = StatesWanted(layers, window=window, of=of) if layers and window else None
             answer = ask(shared, [rng.randrange(3, 384) for _ in range(prompt)], states, max_tokens=count)
             answer.wanted = states
             asked.append(answer)
@@ -243,14 +240,15 @@ def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, cli
         if answer.finished.reason == "error":
             assert answer.finished.states is None
         elif answer.wanted is not None:
-            _assert_listed(model, answer)
+            _assert_windowed(model, answer)
     assert shared.between(lambda: hl.attached(model)).result(PATIENCE) == []
 
 
-def _assert_listed(model, answer) -> None:
-    """The positions that were listed, with the numbers of a run alone."""
-    listed = sorted({each + len(answer.prompt) if each < 0 else each for each in answer.wanted.positions})
+def _assert_windowed(model, answer) -> None:
+    """The positions of the window, with the numbers of a run alone."""
     ran = answer.prompt + answer.ids[:-1]
+    first, end = (None if each is None else each + len(answer.prompt) * (each < 0) for each in answer.wanted.window)
+    listed = list(range(len(ran)))[first:end]
     for name, found in answer.finished.states.items():
         assert found.positions == listed
         expected = states_alone(model, ran, name, of=answer.wanted.of)[listed]

@@ -412,8 +412,6 @@ def test_a_cache_is_read_by_role_and_block() -> None:
         cache["resid", "x"]  # type: ignore[index]
     with pytest.raises(KeyError, match="Nothing with the role 'z'"):
         cache.stack("z")
-    with pytest.raises(hl.HooklineError, match="has none"):
-        copy.deepcopy(cache)["resid", 1]
     assert ("resid", np.int64(1)) in cache
     assert not [place for place in (("resid", 9), ("mlp", 1), ("resid", "x")) if place in cache]
     assert cache.get(("resid", 9)) is None

@@ -234,10 +234,10 @@ def test_a_scope_that_there_is_not_is_an_error(scope):
 @pytest.mark.parametrize(
     "kind",
     ["full_backward", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post", "param_grad",
-     "register_module", "register_parameter", "register_buffer"],
+     ],
 )  # fmt: skip
 def test_a_scope_goes_with_calls_alone(kind):
-    """Saving, loading and registering have no owner, and torch's own backward hook does not know it."""
+    """Saving and loading have no owner, and torch's own backward hook does not know it."""
     model = nn.Linear(2, 2)
     with pytest.raises(hl.errors.OptionError, match=f"scope='context' is about calls.*not with {kind}"):
         hl.attach(model, lambda *args: None, on=kind, scope="context")

@@ -109,9 +109,7 @@ def test_a_fused_step_that_the_scaler_skips_is_marked() -> None:
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda")
     found = []
-    with hl.attach_optimizer(
-        optimizer, lambda opt, args, kwargs, *, site: found.append(site.found_inf), on="step_post"
-    ):
+    with hl.attach_optimizer(optimizer, lambda opt, args, kwargs: found.append(opt.found_inf), on="step_post"):
         for factor in (1.0, float("inf")):
             scaler.scale(layer(torch.ones(2, 4, device="cuda")).sum() * factor).backward()
             scaler.step(optimizer)
@@ -219,5 +217,5 @@ def test_somebody_elses_cuda_graph_is_told_of() -> None:
     graphed = torch.cuda.make_graphed_callables(nn.Sequential(nn.Linear(4, 4)).cuda(), (x,))
     late = hl.attach(graphed, "0", lambda m, a, o: None)
     graphed(x)
-    with pytest.warns(hl.errors.HookNeverFired, match="replays a CUDA graph"):
+    with pytest.warns(hl.errors.HookNeverFired, match="nothing called it"):
         late.remove()

@@ -43,7 +43,7 @@ RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 REGISTRATION_KINDS = ("register_module", "register_parameter", "register_buffer")
 OBSERVABLE = (*RUN_KINDS, *REGISTRATION_KINDS)
-ALL_KINDS = (*RUN_KINDS, *STATE_KINDS, "param_grad", *REGISTRATION_KINDS)
+ALL_KINDS = (*RUN_KINDS, *STATE_KINDS, "param_grad")
 
 
 # -- the promise -------------------------------------------------------------------------------------------
@@ -62,14 +62,13 @@ def _all_kinds(model: nn.Module) -> hl.HandleSet:
     ]
     return hl.HandleSet(
         [
-            *(hl.attach(model, "*", reading_hook(observe=True), on=kind, observe=True) for kind in OBSERVABLE),
+            *(hl.attach(model, "*", reading_hook(observe=True), on=kind, observe=True) for kind in RUN_KINDS),
             *(hl.attach(model, "*", reading_hook(), on=kind) for kind in ALL_KINDS),
             *everywhere,
             hl.attach(model, "*", reading_hook(), on="forward_pre", with_kwargs=True, prepend=True),
             hl.attach(model, "*", reading_hook(), with_kwargs=True, always_call=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="backward", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="param_grad", prepend=True),
-            hl.attach(model, "*", reading_hook(wants_site=True), on="register_buffer", prepend=True),
         ]
     )
 

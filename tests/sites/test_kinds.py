@@ -21,12 +21,9 @@ NAMES = [
     "load_state_dict_pre",
     "load_state_dict_post",
     "param_grad",
-    "register_module",
-    "register_parameter",
-    "register_buffer",
 ]
 REGISTERING = {"register_module", "register_parameter", "register_buffer"}
-EDITING = {"forward_pre", "forward", "backward_pre", "backward", "full_backward", *REGISTERING}
+EDITING = {"forward_pre", "forward", "backward_pre", "backward", "full_backward"}
 TAKES = {"with_kwargs": {"forward_pre", "forward"}, "always_call": {"forward"}, "observe": EDITING}
 
 

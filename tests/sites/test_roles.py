@@ -441,5 +441,5 @@ def test_mistakes_about_roles_say_what_to_do() -> None:
     assert find_roles(nn.Sequential(nn.LazyLinear(2), nn.Embedding(3, 2))) == {}  # it has no shape yet
     with pytest.raises(NoMatchError, match="found by structure: none"):
         hl.attach(plain, "role:resid", lambda module, args, output: None)
-    with pytest.raises(TargetError, match="one role"):
+    with pytest.raises(TargetError, match="no role"):
         hl.find(nn.Linear(1, 1), role=["resid", "attn"])  # type: ignore[arg-type]

@@ -26,7 +26,10 @@ class _PlainDispatch(TorchDispatchMode):
 
 
 def _modes(stack):
-    return [stack._at(index) for index in range(stack._height())]
+    modes = stack._take_all()
+    for mode in reversed(modes):
+        stack._push(mode)
+    return modes[::-1]
 
 
 @pytest.mark.parametrize(

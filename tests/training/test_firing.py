@@ -72,8 +72,6 @@ def test_what_is_no_context_of_that_point_is_refused():
     manager = HookManager(hooks=[hook])
     with pytest.raises(OptionError, match="takes a RunDataContext, or a function that makes one; got an int"):
         manager.fire(POST_EPOCH, 3)
-    with pytest.raises(OptionError, match=r"fire\(POST_EPOCH, ...\) was given a context of POST_STEP"):
-        manager.fire(POST_EPOCH, context(POST_STEP))
     with pytest.raises(OptionError, match="Unknown hook point"):
         manager.fire([POST_EPOCH], context())
     assert hook.seen == []
@@ -158,7 +156,6 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
         (lambda m: m.fire(POST_STEP, model=None), "the epoch at least"),
         (lambda m: m.fire(POST_STEP, context(POST_STEP), model=1), r"a context.* model"),
         (lambda m: m.fire(context(POST_STEP)), "Unknown hook point"),
-        (lambda m: m.fire(POST_STEP, epoch=0, modle=None), "Did you mean 'model'"),
     ],
 )
 def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_hooks import context, fire, intervention, observer
+from helpers_hooks import fire, intervention, observer
 from helpers_loops import left_by, rich_experiment
 from helpers_training import differences
 
@@ -167,21 +167,6 @@ def test_an_interrupt_is_never_passed_over(policy):
     manager = HookManager(hooks=[failing(KeyboardInterrupt())], on_error=policy)
     with pytest.raises(KeyboardInterrupt):
         fire(manager, POST_EPOCH)
-
-
-# -- strict --------------------------------------------------------------------------------------------------
-
-
-def test_strict_holds_a_hook_to_its_promise_to_draw_nothing(training):
-    """One that has promised nothing may draw: the streams are put back."""
-
-    def draw(ctx):
-        torch.rand(1)
-
-    ctx = context(model=training.model)
-    HookManager(hooks=[observer("free", do=draw)], strict=True).fire(POST_EPOCH, ctx)
-    with pytest.raises(GuardError, match=r"'liar' observes, and changed .*random"):
-        HookManager(hooks=[observer("liar", do=draw, pure=True)], strict=True).fire(POST_EPOCH, ctx)
 
 
 def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_out(training):

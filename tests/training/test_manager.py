@@ -72,7 +72,6 @@ REFUSED = [
     (declared({POST_EPOCH}), OptionError, "loop_points of hook 'a'"),
     (declared({"epochs": {POST_EPOCH}}), OptionError, "loop_points of hook 'a'"),
     ({"hooks": [observer("a", hook_points=None)]}, OptionError, "Hook 'a' never fires: give it hook_points"),
-    ({"hooks": [TakesNothing()]}, HookSignatureError, r"TakesNothing\.compute.*compute\(self, ctx\)"),
     ({"hooks": [Writes()]}, OptionError, "'Writes'.*reads, grads, trains.*'writes'"),
     ({"hooks": [Gives()]}, HookSignatureError, r"Gives hands out get_state_tensors\(\) and cannot take them back"),
     ({"hooks": [observer("a")] * 2}, HookNameError, r"Two hooks are called 'a' \(Observer and Observer\)"),
@@ -84,6 +83,7 @@ REFUSED = [
     ({"hooks": ["norms"]}, OptionError, "got a str.*hook_names="),
     ({"hook_config": {"paht": {"scale": 1}}}, HookNameError, "Unknown hook: 'paht'.*'path'"),
     ({"hooks": [observer("a")], "hook_config": {"a": {"scale": 1}}}, OptionError, "'a': it was given as an object"),
+    ({"hooks": [TakesNothing()]}, HookSignatureError, r"TakesNothing\.compute.*compute\(self, ctx\)"),
     ({"hook_names": ["path"], "hook_config": {"path": {"sclae": 1}}}, OptionError, "takes no 'sclae'; it takes scale"),
     ({"hook_names": ["path"], "hook_config": ["epsilon"]}, OptionError, "a dictionary of arguments for each hook"),
     ({"hook_names": ["path"], "hook_config": {"scale": 1}}, OptionError, "a dictionary of arguments for each hook"),
@@ -222,8 +222,6 @@ def test_the_state_of_a_hook_that_is_not_there_is_told_of():
     state = made().state_dict()
     with pytest.warns(HooklineWarning, match="passed over: 'late'"):
         HookManager(["path"]).load_state_dict(state)
-    with pytest.raises(OptionError, match="no hooks, step_metrics"):
-        HookManager().load_state_dict({"global_step": 3})
 
 
 def test_a_hook_that_was_switched_off_stays_off():

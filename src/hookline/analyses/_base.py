@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.analyses._values import GradientWindow, StepNumbers, dense_float, parameters_of
-from hookline.errors import Hint, HooklineWarning, OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
@@ -53,12 +53,12 @@ class BuiltInHook(TrainingHook):
         """Return the step; by the manager's count in a loop that does not give it in the context."""
         return ctx.step if ctx.step is not None else max(int(getattr(self.manager, "global_step", 0)), 0)
 
-    def turn_off(self, why: str, *, hint: Hint | None = None) -> None:
+    def turn_off(self, why: str) -> None:
         """Return no metrics in this run from now on, and warn once."""
         self.off = why
         if not self._has_warned:
             self._has_warned = True
-            silent = HooklineWarning(f"Hook {self.name!r} {why}, so it stays silent.", hint=hint)
+            silent = HooklineWarning(f"Hook {self.name!r} {why}, so it stays silent.")
             warnings.warn(silent, stacklevel=caller_stacklevel())
 
     def reset(self) -> None:

@@ -28,7 +28,6 @@ from hookline.analyses._values import (
     norm_of_all,
     values_of,
 )
-from hookline.errors import Hint
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.observe.host_values import fetch
@@ -380,8 +379,8 @@ class GradientProjectionHook(ReferenceHook, Analysis):
         if not ways:
             self.turn_off(
                 "looked for reference weights with the names and shapes of the model's and found "
-                f"{len(self.reference_weights) or 'none'}",
-                hint=Hint.REFERENCE_WEIGHTS,
+                f"{len(self.reference_weights) or 'none'} (give it some: HookManager(reference_weights=...), or "
+                "--hook-config reference_weights.path=FILE)"
             )
             return None
         now = {name: dense_float(parameters[name]).clone() for name in ways}

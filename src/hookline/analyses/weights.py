@@ -202,8 +202,8 @@ Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
 _ATTENTION: Final = ("attn", "attention", "qkv")
 
 
-def _embedding_of(modules: Modules, name: str | None = None) -> tuple[str, nn.Parameter] | None:
-    """Return the name and table of token embeddings: the one asked for, or the first `nn.Embedding`.
+def _embedding_of(modules: Modules) -> tuple[str, nn.Parameter] | None:
+    """Return the name and table of token embeddings: the first `nn.Embedding` that is not of positions.
 
     Without one: the first matrix with "embed" in its name that is not of positions.
     """
@@ -214,24 +214,21 @@ def _embedding_of(modules: Modules, name: str | None = None) -> tuple[str, nn.Pa
             if parameter is None or _is_lazy(parameter) or parameter.dim() != 2:
                 continue
             full = f"{path}.{key}" if path else key
-            if name is not None and name in (full, path):
-                return full, parameter
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 tables.append((full, parameter))
             elif "embed" in full.lower() and "pos" not in full.lower() and "unembed" not in full.lower():
                 others.append((full, parameter))
     tables.sort(key=lambda found: "pos" in found[0].lower())  # stable: those of positions go last
-    return None if name is not None else next(iter([*tables, *others]), None)
+    return next(iter([*tables, *others]), None)
 
 
-def _find_embedding(hook: Analysis, ctx: RunDataContext, name: str | None) -> tuple[str, nn.Parameter] | None:
+def _find_embedding(hook: Analysis, ctx: RunDataContext) -> tuple[str, nn.Parameter] | None:
     """Return the embedding of the model; turn ``hook`` off if there is none."""
     if hook.off or ctx.model is None:
         return None
-    found = _embedding_of(values_of(ctx).modules, name)
+    found = _embedding_of(values_of(ctx).modules)
     if found is None:
-        wanted = "an nn.Embedding" if name is None else f"an embedding {name!r}"
-        hook.turn_off(f"looked for {wanted} (say which table it is by embedding='name') and found none")
+        hook.turn_off("looked for an nn.Embedding, or a matrix with 'embed' in its name, and found none")
     return found
 
 
@@ -282,9 +279,9 @@ class FourierHook(Analysis):
 
     Args:
         significance_multiplier: A frequency is significant if its share of the power is over this many times 1/p.
-        embedding: The name of the table; if left out, the first ``nn.Embedding`` (not of positions).
-        num_tokens: How many of its rows, p, are tokens of numbers. If left out: the field ``p`` of the experiment's
-            configuration if the table has that many rows, or up to 8 more (for signs such as "="), else all rows.
+        num_tokens: How many rows of the table, p, are tokens of numbers. If left out: the field ``p`` of the
+            experiment's configuration if the table has that many rows, or up to 8 more (for signs such as "="), else
+            all rows.
     """
 
     name = "fourier"
@@ -293,11 +290,8 @@ class FourierHook(Analysis):
     tracked: Sequence[int] = ()
     """Every frequency that was significant at some report, sorted."""
 
-    def __init__(
-        self, significance_multiplier: float = 10.0, embedding: str | None = None, num_tokens: int | None = None
-    ) -> None:
+    def __init__(self, significance_multiplier: float = 10.0, num_tokens: int | None = None) -> None:
         self.significance_multiplier = self.number("significance_multiplier", significance_multiplier)
-        self.embedding = embedding
         self.num_tokens = num_tokens
 
     def describe_metrics(self) -> list[MetricInfo]:
@@ -327,7 +321,7 @@ class FourierHook(Analysis):
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return metrics of the spectra as they are now."""
-        found = _find_embedding(self, ctx, self.embedding)
+        found = _find_embedding(self, ctx)
         if found is None:
             return None
         modules = values_of(ctx).modules
@@ -414,9 +408,6 @@ class TokenGradientHook(Analysis):
     """Measure the inequality of the lengths of the embedding's gradient, row by row.
 
     Recipe: ``hookline.HookManager(["token_gradient"], sinks=[...])``. Silent while the gradient is zero.
-
-    Args:
-        embedding: The name of the table; if left out, the first ``nn.Embedding`` (not of positions).
     """
 
     name = "token_gradient"
@@ -433,12 +424,9 @@ class TokenGradientHook(Analysis):
         ("concentration_ratio", "share of tokens that have half of it", "tokens_for_50pct / p", "½: even"),
     )
 
-    def __init__(self, embedding: str | None = None) -> None:
-        self.embedding = embedding
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Compare the rows of the mean gradient."""
-        found = _find_embedding(self, ctx, self.embedding)
+        found = _find_embedding(self, ctx)
         if found is None:
             return None
         grad = (ctx.accumulated_grads or {}).get(found[0])
@@ -477,10 +465,8 @@ class PhasesHook(Analysis):
 
     Recipe: ``hookline.HookManager(["phases"], sinks=[...])``.
 
-    ``val_acc`` is taken for a fraction of 1, until there is one over 1: then for percent.
-
-    Args:
-        embedding: The name of the table; if left out, the first ``nn.Embedding``. Without one, its metrics are absent.
+    ``val_acc`` is taken for a fraction of 1, until there is one over 1: then for percent. Without an ``nn.Embedding``
+    its metrics are absent.
     """
 
     name = "phases"
@@ -504,9 +490,6 @@ class PhasesHook(Analysis):
          "val_acc below 5, 20, 80, 99 %, or not"),
     )  # fmt: skip
 
-    def __init__(self, embedding: str | None = None) -> None:
-        self.embedding = embedding
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Compare with the last snapshot."""
         flat = values_of(ctx).flat_mean_gradient
@@ -523,7 +506,7 @@ class PhasesHook(Analysis):
         return {"grad_velocity": velocity, "grad_acceleration": change}
 
     def _of_embedding(self, ctx: RunDataContext) -> dict[str, Any]:
-        found = _embedding_of(values_of(ctx).modules, self.embedding)
+        found = _embedding_of(values_of(ctx).modules)
         table = None if found is None else flat_vector_or_none([found[1]])
         before, self.table = self.table, table
         if table is None:

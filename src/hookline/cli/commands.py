@@ -21,8 +21,8 @@ from string import Template
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
-from hookline.cli.screen import messages, print_table, shell_text, tell, tell_found, tell_json, tell_plan
-from hookline.errors import HooklineError, NoMatchError, OptionError
+from hookline.cli.screen import messages, print_table, tell, tell_found, tell_json, tell_plan
+from hookline.errors import OptionError
 from hookline.load import add_current_folder_to_path, load_object, without_arguments
 from hookline.messages import counted
 from hookline.plain import to_plain
@@ -32,8 +32,6 @@ from hookline.runs.folder import LOG, read_run_json, run_folder
 if TYPE_CHECKING:
     from hookline.debug.audit.audit import Audit
     from hookline.report.report_page import WrittenPage
-    from hookline.runs.documents import Place
-    from hookline.runs.flags import KeyPath
     from hookline.specs.hook_spec import HookSpec
 
 # -- hooks: the hooks there are --------------------------------------------------------------------------------
@@ -137,8 +135,6 @@ class FindOptions:
     folder of a saved model."""
     pattern: Annotated[str, Show("[PATTERN]", is_word=True)] = "*"
     """Which modules; all if left out."""
-    exclude: Annotated[str | None, Show("PATTERN")] = None
-    """Which of these not."""
     json: bool = False
     """Print JSON."""
 
@@ -149,10 +145,7 @@ def find(arguments: Sequence[str]) -> int:
     from hookline.sites import find as sites
 
     model = model_at(options.model)
-    try:
-        found = sites.find(model, options.pattern, exclude=options.exclude)
-    except NoMatchError as error:
-        raise NoMatchError(shell_text(error, options.model)) from None
+    found = sites.find(model, options.pattern)
     modules = [
         {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}
         for site in found
@@ -244,16 +237,12 @@ class AuditOptions:
     Examples:
       hookline audit my_run.yaml                                    # the hooks of a run file
       hookline audit mod_arithmetic --hooks norms hessian --steps 50
-      hookline audit --train my_file.py:train --hooks wandb:watch --json
     """
 
-    run: Annotated[str | None, Show("RUNFILE", is_word=True)] = None
-    """A run file, or an experiment: its name, or path/file.py:Class."""
-    train: Annotated[str | None, Show("FILE:FUNCTION")] = None
-    """A function that trains, in place of a run file: without arguments, or with the list of hooks as the only one."""
+    run: Annotated[str, Show("RUNFILE", is_word=True)]
+    """A run file, or an experiment: its name, or path/file.py:Class. For a function that trains: hookline.audit()."""
     hooks: Annotated[tuple[str, ...], Show("HOOK")] = ()
-    """Names of hooks or groups. For --train also FILE:NAME of a function of the model, or of one without arguments that
-    makes a context manager."""
+    """Names of hooks or groups, in place of those of the file."""
     steps: Annotated[int, Show("N")] = 20
     """After how many steps a training is stopped."""
     json: bool = False
@@ -265,26 +254,12 @@ def audit(arguments: Sequence[str]) -> int:
     options = parse(AuditOptions, arguments, "audit")
     # What the training prints is not the answer.
     with messages(), contextlib.redirect_stdout(sys.stderr):
-        found = _audited(options)
+        found = _audited(options.run, options.hooks, options.steps)
     tell_found("audit", found.to_dict(), found, as_json=options.json)
     return _OF_AUDITS[found.verdict]
 
 
-def _audited(options: AuditOptions) -> Audit:
-    from hookline.debug.audit.audit import audit as audit_training
-
-    if (options.run is None) is (options.train is None):
-        raise OptionError("hookline audit takes one training: a run file or an experiment, or --train FILE:FUNCTION.")
-    if options.run is not None:
-        return _audited_run(options.run, options.hooks, options.steps)
-    if not options.hooks:
-        raise OptionError("hookline audit needs hooks for this training: --hooks NAME, or --hooks FILE:NAME.")
-    train = load_object(str(options.train), wanted="a function that trains")
-    hooks = [load_object(name, wanted="a hook") if ":" in name else name for name in options.hooks]
-    return audit_training(train, hooks, steps=options.steps)
-
-
-def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
+def _audited(path: str, hooks: Sequence[str], steps: int) -> Audit:
     """Audit the hooks of a run file, or of an experiment; ``hooks`` are taken in place of those the file names."""
     from hookline.debug.audit.audit import audit as audit_training
     from hookline.debug.audit.audit import did_nothing
@@ -296,7 +271,7 @@ def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
     built = build(run, found)
     specs = {spec_name(spec, place): spec for place, spec in enumerate(built.specs)}
     if found is None:
-        raise OptionError(f"{path} runs a script; put its training into a function, for --train FILE:FUNCTION.")
+        raise OptionError(f"{path} runs a script; put its training into a function, for hookline.audit().")
     strategy = found.chosen(run.strategy)[0]
     silent: dict[str, bool] = {}
 
@@ -325,20 +300,15 @@ class CheckOptions:
     """Check a run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks).
 
     Nothing is attached or written; the modules that the file names are imported, and the options of hookline's own
-    factories are tried. Other factories are not called. --model makes the model.
+    factories are tried. Other factories are not called. What a pattern matches in a model is shown by hookline find.
 
     Examples:
       hookline check run.yaml
-      hookline check hooks.json --model my_file.py:make_model
-      hookline check hooks.json --model models/llama      # a folder of transformers: its config.json is enough
-
-    With --model, a pattern that matches nothing is an error, as it is for hookline serve.
+      hookline check hooks.json
     """
 
     config: Annotated[str, Show("FILE", is_word=True)]
     """The file: .yaml, .toml, .json."""
-    model: Annotated[str | None, Show("FILE:MODEL")] = None
-    """Show what the patterns match in this model; one that matches nothing is an error."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""
 
@@ -346,27 +316,23 @@ class CheckOptions:
 def check(arguments: Sequence[str]) -> int:
     """Print what a file means, or raise one error with everything that is wrong with it."""
     options = parse(CheckOptions, arguments, "check")
-    from hookline.runs.documents import NO_HOOKS, is_server_file, placed_specs, read_document, refuse
+    from hookline.runs.documents import NO_HOOKS, is_server_file, placed_specs, read_document
 
     document = read_document(options.config)
     add_current_folder_to_path()
     plan: dict[str, Any] = {"file": options.config}
     with messages(), contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        model = None if options.model is None else model_at(options.model)
-        place_of: Place = document.place
         warned: list[str] = []
         if isinstance(document.values, list) or is_server_file(document.values):
-            specs = placed_specs(document, is_server=False, even_off=True)
+            specs = list(placed_specs(document, is_server=False, even_off=True).values())
             settings = document.values if isinstance(document.values, dict) else {}
             if settings.get("enable_hooks") is False and settings.get("hooks"):
                 warned.append("enable_hooks is false: none of 'hooks' is attached.")
             if settings.get("enable_hooks") and not settings.get("hooks"):
                 warned.append(f"{NO_HOOKS}.")
         else:
-            specs, place_of = _of_run(options.config, plan)
-        unmatched = {place: _why_unmatched(model, spec, options.model or "") for place, spec in specs.items()}
-        refuse(place_of, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
-        plan["hooks"] = [spec_row(spec, model) for spec in specs.values()]
+            specs = _of_run(options.config, plan)
+        plan["hooks"] = [spec_row(spec) for spec in specs]
     if options.json:
         tell_json("check", plan | {"warnings": warned})
         return DONE
@@ -378,7 +344,7 @@ def check(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], Place]:
+def _of_run(path: str, plan: dict[str, Any]) -> list[HookSpec]:
     """Read a run file as a run does before it trains; add what it means to the plan; return its specs."""
     from hookline.runs.build import hook_names
     from hookline.runs.find import make_config
@@ -392,33 +358,18 @@ def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], P
         plan |= {"experiment": found.name, "strategies": found.chosen(run.strategy)}
         plan["config"] = {} if config is None else to_plain(vars(config))
     plan["lifecycle_hooks"] = hook_names(run, found)
-    return {("specs", place): spec for place, spec in enumerate(run.specs)}, run.place
+    return run.specs
 
 
-def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
-    """Return why a pattern of ``spec`` matches nothing; empty if each matches something, or there is no model."""
-    from hookline.specs.apply_specs import find_sites
-
-    if model is None or not spec.enabled:
-        return ""
-    try:
-        find_sites(model, spec, strict=True)
-    except NoMatchError as error:
-        return shell_text(error, path)
-    except HooklineError as error:  # what cannot be hooked there, whatever its name
-        return str(error)
-    return ""
-
-
-def spec_row(spec: HookSpec, model: Any) -> dict[str, Any]:
+def spec_row(spec: HookSpec, model: Any = None) -> dict[str, Any]:
     """Return what a spec is, and the modules of `model` that it is on, if there is a model."""
     from hookline.specs.apply_specs import find_sites
 
-    matches = "(not enabled)" if not spec.enabled else "(no --model given)"
-    if spec.enabled and model is not None:
-        sites = find_sites(model, spec)
-        matches = "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
-    return {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
+    row = {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules)}
+    if model is None:
+        return row | {"enabled": spec.enabled}
+    sites = find_sites(model, spec) if spec.enabled else None
+    return row | {"matches": "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)}
 
 
 # -- report: the page of runs ----------------------------------------------------------------------------------

@@ -52,12 +52,8 @@ options:
   --debug       whole tracebacks
 
 examples:
-  hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
-  hookline run my_file.py:MyExperiment --epochs 20 --hooks norms hessian --hook-config hessian.every_n_steps=50
-  hookline run mod_arithmetic --resume
+  hookline run mod_arithmetic --with-hooks observers --hook-csv
   hookline run --hooks norms -- python train.py --lr 1e-3
-  hookline find my_file.py:make_model 'layers.#.mlp'
-  hookline audit my_run.yaml --steps 50
 
 exit codes:
   0 done   1 the run failed   2 wrong use   3 not all hooks were attached, or fired   130, 143 stopped by Ctrl-C
@@ -132,7 +128,6 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
 def _print_error(error: BaseException, *, debug: bool) -> None:
     """Print an error of hookline as a sentence; of others, or if asked to, the traceback."""
-    from hookline.cli.screen import shell_text
     from hookline.errors import HooklineError, help_line
 
     if debug or not isinstance(error, HooklineError):
@@ -141,4 +136,4 @@ def _print_error(error: BaseException, *, debug: bool) -> None:
     notes = getattr(error, "__notes__", ())
     if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
         notes = [note for note in notes if note != help_line(type(error))]
-    print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)
+    print("\n".join([f"hookline: {error}", *notes]), file=sys.stderr)

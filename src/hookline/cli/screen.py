@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import sys
 import traceback
 import warnings
@@ -17,13 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import Hint
 from hookline.screen import RunProgress, can_redraw
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hookline.errors import HooklineError, HooklineWarning
     from hookline.runs.run import Run
 
 _WIDE: Final = 160
@@ -31,11 +28,6 @@ _WIDE: Final = 160
 _MOST_IN_CELL: Final = 12
 _JSON_VERSION: Final = 2
 """Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
-_HINTS: Final = {
-    Hint.RESUME_ANYWAY: "To continue anyway: --force.",
-    Hint.REFERENCE_WEIGHTS: "Give it some: --hook-config reference_weights.path=FILE.",
-    Hint.LATER_FAILURES: "Further failures are counted in run.json.",
-}
 
 
 def _console() -> Console:
@@ -146,11 +138,6 @@ class Screen:
 # -- errors and warnings -----------------------------------------------------------------------------------------
 
 
-def shell_text(problem: HooklineError | HooklineWarning, model: str = "MODEL") -> str:
-    """Return what an error or a warning says, with its hint for a shell; ``model`` is what ``find`` calls the model."""
-    return problem.text({**_HINTS, Hint.LIST_MODULES: f"See all: hookline find {shlex.quote(model)}"})
-
-
 class _Lines(logging.Handler):
     """Print to the standard error of the moment: while a progress bar is drawn, that is the bar's."""
 
@@ -178,7 +165,7 @@ def messages(prefix: str = "hookline: ") -> Iterator[None]:
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if issubclass(category, HooklineWarning):
-            print(f"{prefix}warning: {shell_text(message)}", file=sys.stderr)
+            print(f"{prefix}warning: {message}", file=sys.stderr)
         else:
             shown(message, category, filename, lineno, file, line)
 

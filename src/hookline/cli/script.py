@@ -174,16 +174,9 @@ class _Closing:
         if self._code:
             ended = f"ended with exit code {self._code}" if self._signal is None else f"was stopped by {self._by}"
             return f"the command {ended} before its first step."
-        if not self._read("python"):
-            return (
-                "the command started no Python that reads PYTHONPATH. Is it python -I or -E? Next: leave that out, or "
-                "call hookline.follow(model, optimizer) in the script."
-            )
-        if not self._read("torch"):
-            return "the script has not imported torch.optim."
         return (
-            "no optimizer of torch made a step. Next: for an optimizer that is no torch.optim.Optimizer, use "
-            "hookline.HookManager in the script."
+            "no optimizer of torch made a step, in a Python that reads PYTHONPATH (-I and -E do not). Next: call "
+            "hookline.follow(model, optimizer) in the script."
         )
 
     def _finish(self, folder: Path) -> None:

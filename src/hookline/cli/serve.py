@@ -217,7 +217,7 @@ def _attach(engine: Engine, specs: Sequence[Any], *, strict: bool) -> None:
     Without ``strict``, what matches nothing is passed over, as SGLang does it, with a warning.
     """
     try:
-        engine.hooks.add_all(specs, strict=strict, origin="start")
+        engine.hooks.add_all(specs, strict=strict)
     except NoMatchError as error:
         error.add_note("With --no-strict, such a hook is passed over.")
         raise

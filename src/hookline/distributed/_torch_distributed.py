@@ -1,6 +1,6 @@
 """Call what torch.distributed does not document, each with the versions it was checked on.
 
-`ranks`, `shards` and `training.ranks` call it. Checked on torch 2.11 and 2.13.
+`ranks` and `shards` call it. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -41,14 +41,6 @@ def new_gloo_group(timeout: timedelta, store: Any, rank: int, size: int) -> Any:
     group = dist.ProcessGroup(own, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
-
-
-def is_joining(model: nn.Module) -> bool:
-    """Return whether ``model.join()`` of DDP was entered, which lets ranks make different numbers of steps.
-
-    Without the attribute nobody is warned of it, and ranks that differ learn of it by the time-out.
-    """
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def fsdp_dimensions(model: nn.Module) -> set[tuple[str | None, tuple[int, ...]]]:

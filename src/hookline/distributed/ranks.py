@@ -66,11 +66,9 @@ def gather_objects(value: Any, *, what: str) -> list[Any]:
     said = found.gather((what, value), what)
     doing = [each for each, _ in said]
     if len(set(doing)) > 1:
-        others = tuple(rank for rank, each in enumerate(doing) if each != doing[0])
         raise RankError(
             f"Ranks are at different places: {in_words(doing)}. Every rank has to make the same calls in the same "
-            f"order; look for a call that only some ranks make.",
-            ranks=others,
+            f"order; look for a call that only some ranks make."
         )
     return [each for _, each in said]
 
@@ -158,7 +156,7 @@ class Connections:
             "Look at the log of the missing rank for its own error; every rank has to make this call, not one behind "
             f"`if rank == 0:`, unless it is to_metrics(local=True). A slow rank gets more time by {_TIMEOUT}=seconds."
         )
-        return RankError(f"{self._broken} {advice}", ranks=tuple(missing))
+        return RankError(f"{self._broken} {advice}")
 
     def end(self, run: str, *, is_exit: bool) -> list[int]:
         """Tell the others that this rank ends ``run``; return the ranks that do not.

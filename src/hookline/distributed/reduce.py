@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from hookline.distributed.ranks import gather_objects, in_words
+from hookline.distributed.ranks import gather_objects
 from hookline.errors import OptionError, RankError
 from hookline.messages import suggest
 
@@ -72,7 +72,7 @@ class _Said(NamedTuple):
     """What one rank sends."""
 
     about: bytes
-    """Options and parts: as bytes, they are compared at once, and read only when they have changed."""
+    """The parts: as bytes, they are compared at once, and read only when they have changed."""
     added: NDArray[np.float64]
     kept: NDArray[np.float64]
 
@@ -98,7 +98,7 @@ class Exchange:
 
     Recipe::
 
-        exchange = Exchange("my statistics", {"stats": ["mean"]})
+        exchange = Exchange("my statistics")
         parts = [NamedPart("layers.0", added=2, kept=1)]
         reduced = exchange.reduce(parts, np.array([count, total]), np.array([largest]))
         count, total = reduced.added[reduced.holdings["layers.0"].added]
@@ -107,15 +107,13 @@ class Exchange:
 
     Args:
         what: A few words for errors.
-        options: Values that have to be the same on all ranks; ranks that differ are named in a `RankError`.
     """
 
-    def __init__(self, what: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, what: str) -> None:
         _made[what] += 1
         self.what = what if _made[what] == 1 else f"{what} ({_made[what]})"
-        self._options = {key: repr(value) for key, value in (options or {}).items()}
         self._mine: tuple[NamedPart, ...] = ()
-        self._about = pickle.dumps((self._options, ()))
+        self._about = pickle.dumps(())
         self._plan: tuple[list[bytes], dict[str, Holding], list[_Places]] = [], {}, []
         """What ranks said of their parts last, and where the numbers of each go."""
         self._same: dict[tuple[str, tuple[int, ...]], bool] = {}
@@ -131,7 +129,7 @@ class Exchange:
         """
         mine = tuple(parts)
         if mine != self._mine:
-            self._mine, self._about = mine, pickle.dumps((self._options, mine))
+            self._mine, self._about = mine, pickle.dumps(mine)
         said = gather_objects(_Said(self._about, added, kept), what=self.what)
         about = [each.about for each in said]
         if about != self._plan[0]:
@@ -150,11 +148,9 @@ class Exchange:
         ranks_of: dict[bytes, tuple[int, ...]] = {}
         for rank, one in enumerate(said):
             ranks_of[one.about] = (*ranks_of.get(one.about, ()), rank)
-        read = {about: pickle.loads(about) for about in ranks_of}
-        _check_options(self.what, [read[one.about][0] for one in said])
         # Ranks that have said the same are read once, however many they are.
         alike: list[tuple[tuple[int, ...], tuple[NamedPart, ...]]] = [
-            (ranks, read[about][1]) for about, ranks in ranks_of.items()
+            (ranks, pickle.loads(about)) for about, ranks in ranks_of.items()
         ]
         sent = {rank: found for ranks, parts in alike for found in [_slices(parts)] for rank in ranks}
         first: dict[str, NamedPart] = {}
@@ -230,17 +226,6 @@ def _check_size(first: NamedPart, part: NamedPart, rank: int) -> None:
             f"{part.name!r} has not the same size on all ranks: {part.added} + {part.kept} numbers on rank {rank}, "
             f"{first.added} + {first.kept} before it. Give every rank the same options."
         )
-
-
-def _check_options(what: str, options: list[dict[str, str]]) -> None:
-    if all(each == options[0] for each in options):
-        return
-    keys = dict.fromkeys(key for each in options for key in each)
-    different = [key for key in keys if len({each.get(key) for each in options}) > 1]
-    told = "; ".join(f"{key}: {in_words([each.get(key, 'absent') for each in options])}" for key in different)
-    most = Counter(map(repr, options)).most_common(1)[0][0]
-    ranks = tuple(rank for rank, each in enumerate(options) if repr(each) != most)
-    raise RankError(f"{what} is not the same on all ranks. {told}. Give every rank the same.", ranks=ranks)
 
 
 # -- metrics, by the rule that each declares -----------------------------------------------------------------------

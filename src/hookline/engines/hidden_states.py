@@ -128,8 +128,8 @@ class _Wish(NamedTuple):
     """What one request wants of a forward."""
 
     states: RequestStates
-    positions: Sequence[int]
-    places: slice | Tensor
+    positions: range
+    places: slice
     """Where these tokens are among the entries of the batch."""
 
 
@@ -189,9 +189,9 @@ class _Observer:
                     states.silent.add(source)
 
 
-def _own(rows: Tensor, places: slice | Tensor) -> Tensor:
+def _own(rows: Tensor, places: slice) -> Tensor:
     """Return rows of one request on the host, in memory of their own: what others gave must not stay with them."""
-    part = rows[places if isinstance(places, slice) else places.to(rows.device, non_blocking=True)]
+    part = rows[places]
     part = part.flatten(1) if part.dim() > 1 else part.unsqueeze(1)
     copied: Tensor = part.clone() if part.device.type == "cpu" else sent_to_host(part)
     return copied
@@ -258,8 +258,9 @@ class HiddenStates:
             states, first = self._open.get(key), table.firsts[row]
             if states is not None and first is not None and states.error is None:
                 positions = states.wanted.places(first, table.lengths[row], states.prompt)
+                offset = table.begins[row] - first
                 if positions:
-                    found.append(_Wish(states, positions, _entries(positions, table.begins[row] - first)))
+                    found.append(_Wish(states, positions, slice(positions.start + offset, positions.stop + offset)))
         return found
 
     def end_step(self) -> None:
@@ -270,10 +271,3 @@ class HiddenStates:
                 observer.hand_out(step)
         for states in [each for each in self._open.values() if each.error is not None]:
             self.close(states)
-
-
-def _entries(positions: Sequence[int], offset: int) -> slice | Tensor:
-    """Return where positions are among the entries of a batch; ``offset`` is that of position 0."""
-    if isinstance(positions, range):
-        return slice(positions.start + offset, positions.stop + offset)
-    return torch.tensor([position + offset for position in positions])

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook, find_sites, hooks_of, register_hooks
 from hookline.specs.hook_spec import HookSpec
-from hookline.tree import children, map_tensors, rebuilt
+from hookline.tree import leaves, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hookline.serve.hooks")
 
 T = TypeVar("T")
-Origin = Literal["start", "http"]
 Place = tuple[str, str]
 """The name of a module, and the kind of hook that is on it."""
 _Specs = Sequence[HookSpec | Mapping[str, Any]]
@@ -74,14 +73,7 @@ class LiveHook(ErrorHandlingHook):
     """``"h1"``, ``"h2"``, …; never used again. Those of requests have none."""
     handle: HookHandle
 
-    def __init__(
-        self,
-        spec: HookSpec,
-        hook: Any,
-        widths: Mapping[str, int],
-        origin: Origin = "http",
-        owner: RequestRows | None = None,
-    ) -> None:
+    def __init__(self, spec: HookSpec, hook: Any, widths: Mapping[str, int], owner: RequestRows | None = None) -> None:
         kind, site_type = spec.kind_and_site_type
         wants_site = check_hook(hook, kind, site_type=site_type)
         name = spec.name or (hook.name if isinstance(hook, FactoryHook) else hook_name(hook))
@@ -89,8 +81,6 @@ class LiveHook(ErrorHandlingHook):
         self.__qualname__ = name  # reports call it by this
         self.spec = spec
         """As it was given, but for ``on_error``."""
-        self.origin = origin
-        """Whether it came with the start or later, over HTTP."""
         self.owner = owner
         """The request that it belongs to; None for a hook of the engine."""
         self.fired = 0
@@ -111,8 +101,8 @@ class LiveHook(ErrorHandlingHook):
             found = self._widths.get(name, width)
             if found != width:
                 raise OptionError(
-                    f"{self.hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} "
-                    f"has {found} for each token: give it one of {found}, or name modules whose output has {width}."
+                    f"{self.hook.name} was given {width} numbers, and the output of {name or 'the model'} "
+                    f"has {found} for each token: give {found}, or name modules whose output has {width}."
                 )
 
     def __call__(self, *args: Any, site: Any) -> Any:
@@ -151,16 +141,6 @@ class LiveHook(ErrorHandlingHook):
         return zip(self.matched, repeat(self.spec.kind_and_site_type[0].value))
 
     @property
-    def last_step(self) -> int | None:
-        """Return the forward of the model in which it was last due; None if it never was."""
-        return self.handle.report().last_step
-
-    @property
-    def cost_us(self) -> float | None:
-        """Return the microseconds of one call on the host; None before the first."""
-        return self._seconds / self.fired * 1e6 if self.fired else None
-
-    @property
     def errors(self) -> int:
         """Return how often it raised."""
         return self.policy.counts[self.name]
@@ -169,11 +149,6 @@ class LiveHook(ErrorHandlingHook):
     def last_error(self) -> str | None:
         """Return the last exception, with its place."""
         return self.policy.last.get(self.name)
-
-    @property
-    def removed(self) -> bool:
-        """Return whether it has been removed."""
-        return self.handle.removed
 
     def metrics(self) -> dict[str, float]:
         """Return what the hook itself measures; an error of it is counted."""
@@ -202,7 +177,9 @@ class LiveHook(ErrorHandlingHook):
             **{key: getattr(spec, key) for key in ("on", "observe", "every", "on_error")},
             "config": _shortened(to_plain(spec.config)),
             "matched": list(self.matched),
-            **{key: getattr(self, key) for key in ("origin", "fired", "last_step", "cost_us")},
+            "fired": self.fired,
+            "last_step": self.handle.report().last_step,
+            "cost_us": self._seconds / self.fired * 1e6 if self.fired else None,  # of one call, on the host
             **{key: getattr(self, key) for key in ("errors", "off", "last_error")},
         }
 
@@ -348,7 +325,6 @@ class LiveHooks:
         *,
         allow: Iterable[str] | None = None,
         strict: bool = True,
-        origin: Origin = "http",
         patience_s: float | None = None,
     ) -> LiveHook:
         """Attach one hook, wholly or not at all.
@@ -358,7 +334,6 @@ class LiveHooks:
                 which is taken at its word.
             allow: What paths of factories may begin with; None: what the engine allows.
             strict: Every pattern has to match; with False, one of them.
-            origin: Where the spec came from.
             patience_s: How long to wait for the running forward; None waits to its end.
 
         Raises:
@@ -367,7 +342,7 @@ class LiveHooks:
             OptionError: Its vector or head is not as long as the output of a module, where the engine knows that.
             Exception: Whatever the factory raises.
         """
-        added = self.add_all([spec], allow=allow, strict=strict, origin=origin, patience_s=patience_s)
+        added = self.add_all([spec], allow=allow, strict=strict, patience_s=patience_s)
         if not added:
             raise OptionError("Nothing was attached: the spec is not enabled, or nothing matches (see the log).")
         return added[0]
@@ -378,7 +353,6 @@ class LiveHooks:
         *,
         allow: Iterable[str] | None = None,
         strict: bool = False,
-        origin: Origin = "start",
         patience_s: float | None = None,
     ) -> _Hooks:
         """Attach several hooks, all or none; without ``strict``, log and skip those that match nothing.
@@ -387,7 +361,7 @@ class LiveHooks:
         """
         allow = self._allow if allow is None else allow
         allowed = None if allow is None else (allow,) if isinstance(allow, str) else tuple(allow)
-        return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
+        return _in_time(self._between(lambda: self._add(specs, allowed, strict)), patience_s)
 
     def remove(self, id: str, *, patience_s: float | None = None) -> LiveHook:
         """Remove one hook, and close what its factory made, unless another hook has the same.
@@ -404,13 +378,8 @@ class LiveHooks:
         return [live for live in self.on if live.owner is None]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of each hook by its id; hooks without ``to_metrics`` are left out."""
-
-        def measure() -> dict[str, dict[str, float]]:
-            with_metrics = (live for live in self.list() if callable(getattr(live.hook, "to_metrics", None)))
-            return {live.id: live.metrics() for live in with_metrics}
-
-        return self._between(measure).result()
+        """Return the metrics of each hook by its id."""
+        return self._between(lambda: {live.id: live.metrics() for live in self.list()}).result()
 
     def close(self) -> None:
         """Remove all hooks for good, the last first, and flush them."""
@@ -449,12 +418,10 @@ class LiveHooks:
                     self._take_off(live)
         self._close_made([(live.hook, live) for live in hooks])
 
-    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
+    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool) -> _Hooks:
         first, self._numbered = self._numbered + 1, self._numbered + len(specs)
         checked = [self._checked(spec) for spec in specs]
-        factories = [
-            _Factory(spec, f"h{number}", allow, self.widths, origin) for number, spec in enumerate(checked, first)
-        ]
+        factories = [_Factory(spec, f"h{number}", allow, self.widths) for number, spec in enumerate(checked, first)]
         try:
             return self.attach(
                 [(each.spec, None if each.spec.hook_factory is None else each) for each in factories], strict=strict
@@ -586,7 +553,7 @@ class RequestHooks:
         )
         hook = _called(given, allow)
         try:
-            live = LiveHook.of(spec, hook, self._live.widths, "http", RequestRows(id, self._inputs))
+            live = LiveHook.of(spec, hook, self._live.widths, RequestRows(id, self._inputs))
             live.check_sites(names)
         except BaseException:
             close_hook(hook)
@@ -772,26 +739,19 @@ def _part(value: Any, rows: _Rows | None) -> Any:
 
 def _with_part(value: Any, edited: Any, rows: _Rows) -> Any:
     """Return `value` with the rows of the request from `edited`, which has the structure that `_part` gave."""
-    if isinstance(value, Tensor):
-        return _with_rows(value, edited, rows)
-    parts = children(value)
-    if parts is None:
-        return value
-    new = dict(children(edited) or ())
-    if len(new) != len(parts):
-        raise OptionError(f"A hook of a request returned {type_name(edited)} in place of {type_name(value)}.")
-    return rebuilt(value, {key: _with_part(child, new[key], rows) for key, child in parts})
+    given = dict(leaves(edited))
 
+    def put(path: str, tensor: Tensor) -> Tensor:
+        own, new = rows.cut(tensor), given.get(path)
+        if own is None:
+            return tensor
+        if not isinstance(new, Tensor) or new.shape != own.shape:
+            found = tuple(new.shape) if isinstance(new, Tensor) else type_name(new)
+            raise OptionError(f"A hook of a request returned {found} in place of rows of shape {tuple(own.shape)}.")
+        changed = tensor.clone()
+        place = rows.cut(changed)
+        assert place is not None
+        place.copy_(new)
+        return changed
 
-def _with_rows(value: Tensor, edited: Any, rows: _Rows) -> Tensor:
-    own = rows.cut(value)
-    if own is None:
-        return value
-    if not isinstance(edited, Tensor) or edited.shape != own.shape:
-        found = tuple(edited.shape) if isinstance(edited, Tensor) else type_name(edited)
-        raise OptionError(f"A hook of a request returned {found} in place of rows of shape {tuple(own.shape)}.")
-    changed = value.clone()
-    place = rows.cut(changed)
-    assert place is not None
-    place.copy_(edited)
-    return changed
+    return map_tensors(value, put)

@@ -8,21 +8,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictInt,
-    StrictStr,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
 from hookline.errors import HooklineError, OptionError
@@ -62,11 +52,6 @@ _Text = Annotated[StrictStr, Field(min_length=1)]
 _Patterns = Annotated[tuple[StrictStr, ...], Field(min_length=1, max_length=MOST_PATTERNS, fail_fast=True)]
 _OneOrMany = BeforeValidator(listed, json_schema_input_type=StrictStr | _Patterns)
 _Position = Annotated[StrictInt, Field(gt=-_LIMIT, lt=_LIMIT)]
-_Positions = Annotated[
-    tuple[_Position, ...],
-    Field(min_length=1, max_length=1 << 16, fail_fast=True),
-    AfterValidator(lambda given: tuple(sorted(set(given)))),
-]
 
 
 @checked
@@ -84,47 +69,31 @@ class StatesWanted:
 
     layers: Annotated[_Patterns, _OneOrMany]
     """Names or globs of modules, of which each has to match: ``*`` crosses dots, ``#`` is one numeric part."""
-    positions: Literal["all", "last"] | _Positions = "all"
-    """Positions in the sequence (prompt and answer) from 0; negative ones count from the end of the prompt; ``"last"``
-    is the last token of each forward: that of the prompt, then every token of the answer."""
+    positions: Literal["all", "last"] = "all"
+    """All tokens, or the last one of each forward: that of the prompt, then every token of the answer."""
     phase: Literal["prefill", "decode", "both"] = "both"
     """Of the forward over the prompt, of those over the answer, or of both."""
     of: Literal["output", "input"] = "output"
     """What the module returns, or what it is called with; the main tensor of it."""
     window: tuple[_Position, _Position | None] | None = None
-    """First position and the one behind the last, such as ``[-8, null]``, instead of ``positions``; negative ones count
-    from the end of the prompt."""
+    """First position and the one behind the last, in the sequence of prompt and answer from 0, such as ``[-8, null]``,
+    instead of ``positions``; negative ones count from the end of the prompt."""
 
     _read = model_validator(mode="before")(without_nulls)
 
     def __post_init__(self) -> None:
         """Raise for options that do not go together."""
-        if self.window is None:
-            return
-        first, end = self.window
-        if end is not None and (first < 0) == (end < 0) and end <= first:
-            raise OptionError(f"window is [first, behind the last], and {[first, end]} ends before it starts.")
-        if self.positions != "all":
+        if self.window is not None and self.positions != "all":
             raise OptionError("hidden_states takes positions or a window, not both.")
 
-    def check(self, prompt: int, last: int | None = None) -> None:
-        """Raise for positions that no forward has, of a prompt with so many tokens; ``last`` is the last, if known."""
+    def check(self, prompt: int) -> None:
+        """Raise for a window that has no position, of a prompt with so many tokens."""
         if self.window is not None and self.window[1] is not None:
             first, end = (each + prompt if each < 0 else each for each in self.window if each is not None)
             if end <= max(first, 0):
                 raise OptionError(f"window {list(self.window)} has no position in it, of {prompt} tokens of prompt.")
-        if last is None or isinstance(self.positions, str):
-            return
-        first = prompt if self.phase == "decode" else 0
-        last = prompt - 1 if self.phase == "prefill" else last
-        for asked in self.positions:
-            if not first <= (asked + prompt if asked < 0 else asked) <= last:
-                raise OptionError(
-                    f"Position {asked} is never run: the prompt has {prompt} tokens, so that in phase {self.phase!r} "
-                    f"positions go from {first} to {last}."
-                )
 
-    def places(self, first: int, count: int, prompt: int) -> Sequence[int]:
+    def places(self, first: int, count: int, prompt: int) -> range:
         """Return the wanted positions among ``count`` from ``first`` on, rising, of a sequence with such a prompt."""
         end = first + count
         if self.phase == "prefill":
@@ -137,15 +106,7 @@ class StatesWanted:
             start, stop = self.window
             first = max(first, start if start >= 0 else prompt + start)
             end = end if stop is None else min(end, stop if stop >= 0 else prompt + stop)
-        if isinstance(self.positions, str):
-            return range(first, max(end, first))
-        counted = self._between(first, end), self._between(first - prompt, min(end - prompt, 0))
-        return sorted({*counted[0], *(each + prompt for each in counted[1])})
-
-    def _between(self, first: int, end: int) -> Sequence[Any]:
-        """Return the listed positions from ``first`` to before ``end``, without a look at all: each forward asks."""
-        listed = self.positions
-        return listed[bisect_left(listed, first) : bisect_left(listed, end)]
+        return range(first, max(end, first))
 
 
 @checked

@@ -17,7 +17,7 @@ from torch import nn
 
 from hookline.engines.hidden_states import RequestStates, StateSource
 from hookline.engines.request_options import RequestOptions, remembered, split_key
-from hookline.errors import Hint, HooklineError, HookNameError, NoMatchError, OptionError
+from hookline.errors import HookNameError, NoMatchError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.sites.receipt import cause_around
 from hookline.sites.targets import select
@@ -42,7 +42,7 @@ class BegunRequest(NamedTuple):
     name: str
     """What users call it. No two that run have one; what an earlier one has left under it is dropped."""
     options: Any
-    """What it asks for, an object or its JSON, see `RequestOptions`; None for nothing."""
+    """What it asks for, an object or its JSON, see `RequestOptions`; None if nobody will come for results."""
     prompt: int
     """How many tokens its prompt has."""
     not_computed: int = 0
@@ -65,18 +65,13 @@ class _Result:
     flags: list[RequestFlag] = field(default_factory=list)
 
     @property
-    def has_asked(self) -> bool:
-        """Return whether its client asked for something, and so will come for it; others are kept for their flags."""
-        return self.request.options is not None
-
-    @property
     def nbytes(self) -> int:
         """Return the bytes of its states."""
         return 0 if self.states is None else self.states.nbytes
 
 
 class RequestResults:
-    """The requests of one worker, and what was found for those that asked for something, or that a probe flagged.
+    """The requests of one worker that asked for something, and what was found for them.
 
     Args:
         session: Where their hooks go, and their hidden states come from.
@@ -114,10 +109,11 @@ class RequestResults:
     def open(self, request: BegunRequest) -> None:
         """Begin with a request; what is wrong with its options is its result."""
         self._kept.pop(request.name, None)
+        if request.options is None:
+            return
         result = self._running[request.id] = _Result(request, request.name)
         try:
-            if result.has_asked:
-                self._begin(result)
+            self._begin(result)
         except Exception as error:
             logger.warning("request %r: %s", request.name, error)
             self._keep(result)
@@ -130,8 +126,6 @@ class RequestResults:
         key, given = split_key(request.options)
         result.key = key or request.name  # first of all: what is wrong with the rest is told under it
         asked = RequestOptions.read(given)
-        if asked == RequestOptions():
-            return
         self._keep(result)
         self._check()
         check_no_stop(asked.hooks)
@@ -173,9 +167,8 @@ class RequestResults:
         try:
             for name, flags in self._session.collect().items():
                 result = self._running.get(ids[name])
-                if result is not None:  # an engine that does not tell of all its requests has no answer for them
+                if result is not None:  # others have nobody who would come for them
                     result.flags = merge_flags([*result.flags, *flags])
-                    self._keep(result)
             self._make_room()
         except Exception as error:
             self.give_up("what hooks found in a step could not be read", error)
@@ -191,18 +184,12 @@ class RequestResults:
             logger.error("%s; hooks do not know whose tokens they see", what, exc_info=error)
 
     def _make_room(self) -> None:
-        """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest.
-
-        Flags that nobody asked for go first.
-        """
+        """Keep what is held within its bounds: drop what ended longest ago and nobody took, then fail the largest."""
         if not self._is_too_much():
             return
         ended = [key for key, results in self._kept.items() if all(result.has_ended for result in results)]
-        for key in sorted(ended, key=self._is_asked):
-            if self._is_asked(key):
-                logger.info("what was found for request %r was not taken, and is dropped", key)
-            elif len(self._kept) <= _MOST_KEPT:
-                continue  # it has no bytes
+        for key in ended:
+            logger.info("what was found for request %r was not taken, and is dropped", key)
             del self._kept[key]
             if not self._is_too_much():
                 return
@@ -216,9 +203,6 @@ class RequestResults:
             )
             states.fail(OptionError(text))
             self._session.states.close(states)
-
-    def _is_asked(self, key: str) -> bool:
-        return any(result.has_asked for result in self._kept[key])
 
     def _is_too_much(self) -> bool:
         return len(self._kept) > _MOST_KEPT or self.nbytes > self._most_bytes
@@ -286,13 +270,8 @@ class RequestResults:
 
 
 def error_to_plain(error: Exception) -> dict[str, str]:
-    """Return an error as plain data, for another process; of a KeyError, without the quotes that Python adds.
-
-    Hints are for the process that has the model: who asked the worker has neither ``hookline.find`` nor ``/modules``.
-    """
+    """Return an error as plain data, for another process; of a KeyError, without the quotes that Python adds."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if isinstance(error, HooklineError):
-        text = error.text(dict.fromkeys(Hint, ""))
     return {"type": type(error).__name__, "message": text}
 
 

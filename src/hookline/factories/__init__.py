@@ -13,7 +13,7 @@ from __future__ import annotations
 from hookline._lazy import lazy_names
 
 FILE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "activation_stats": ("file",),
+    "activation_stats": (),
     "export": ("folder",),
     "nan_alarm": (),
     "steer": ("file",),

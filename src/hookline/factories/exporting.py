@@ -39,7 +39,7 @@ from hookline.factories.factory_hook import ByModule, Observer, checked, read_op
 from hookline.factories.served_batch import Positions, Stage, measurable, output_tensor, running
 from hookline.files import replace_file
 from hookline.observe.host_values import sent_to_host
-from hookline.observe.patch.edits import find_main_input
+from hookline.observe.patching import find_main_input
 from hookline.observe.tokens import ChosenTokens, Tokens, serving
 from hookline.records.log import dumps
 from hookline.sites import _torch
@@ -311,8 +311,6 @@ class ExportItem:
     tensor: Tensor
     chosen: ChosenTokens | None = None
     """Whose entries it has, one after the other; None if it is the whole output."""
-    is_by_row: bool = False
-    """Whether it has one entry for each request of the batch, not for each token, such as a pooled vector."""
     ready: Any = None
     """The event after which a copy from a GPU is complete."""
 
@@ -329,8 +327,6 @@ def item_of(
     entries = chosen.pick(tensor)
     if entries is not None:
         return ExportItem(module, call, entries, chosen)
-    if tokens.width is not None and tensor.dim() >= 2 and len(tensor) == len(tokens.requests):
-        return ExportItem(module, call, tensor, chosen, is_by_row=True)
     return ExportItem(module, call, tensor) if stage in ("both", tokens.phase) else None
 
 
@@ -366,9 +362,6 @@ def _pieces_of(item: ExportItem) -> Iterator[_Piece]:
     tokens, begin = chosen.tokens, 0
     for row in chosen.rows:
         of_request = {**line, "request": tokens.requests[row] or None, "phase": tokens.phases[row]}
-        if item.is_by_row:
-            yield item.tensor[row], of_request
-            continue
         own = tokens.of_request(row)
         first, length = own.firsts[0], own.lengths[0]
         positions = _numbers(own.positions) if first is None else list(range(first, first + length))
@@ -475,7 +468,6 @@ def export_activations(
     folder: str | Path,
     inputs: bool = False,
     batch_size: int = 8,
-    max_bytes: int | None = None,
 ) -> int:
     """Write the outputs of modules, or their ``inputs``, for every token of ``sequences`` to a folder.
 
@@ -500,7 +492,6 @@ def export_activations(
             tensor of the positional arguments, else ``hidden_states``, else that of the keyword arguments, as it was
             when the call began. ``capture`` keeps both; here a second call with the same folder adds the other side.
         batch_size: At most so many sequences in one forward.
-        max_bytes: How many bytes of activations to write at most; a batch that would pass it ends the run.
 
     Returns:
         How many sequences were run and written.
@@ -508,7 +499,6 @@ def export_activations(
     if any(isinstance(module, _DROPOUTS) and module.training and module.p for module in model.modules()):
         warn_user(f"{_NAME}: the model is in training mode, where dropout works. Next: call model.eval() first.")
     checked(f"{_NAME}: batch_size", batch_size, int)
-    limit = float("inf") if max_bytes is None else max_bytes
     options = ExportOptions(Path(folder), inputs=inputs)
     names = [name or type(module).__name__ for name, module in select(model, target)]  # as the export calls them
     _check_new(options.folder, [name + INPUT if inputs else name for name in names])
@@ -518,8 +508,6 @@ def export_activations(
             for rows in _batches(_named(sequences), batch_size):
                 hook.items.clear()
                 _run(model, rows)
-                if shards.bytes + shards.size + sum(item.tensor.nbytes for item in hook.items) > limit:
-                    break
                 for item in hook.items:
                     shards.add(item)
                 ran += len(rows)
@@ -682,12 +670,9 @@ class ActivationDataset(Dataset[ActivationItem]):
     Args:
         folder: What an export has written; files that it is still writing are not seen.
         module: Which module, by name or pattern; may be left out if there is one.
-        requests: The name of a request or a pattern, or several, to choose among them.
     """
 
-    def __init__(
-        self, folder: str | Path, *, module: str | None = None, requests: str | Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, *, module: str | None = None) -> None:
         self.folder = Path(folder)
         lines = [line for line in index_lines(self.folder) if line["positions"] and line["request"] is not None]
         there = sorted({line["module"] for line in lines})
@@ -699,12 +684,7 @@ class ActivationDataset(Dataset[ActivationItem]):
                 f"The export in {self.folder} has several modules, or not the one that is asked for; choose one by "
                 f"module=: it has {shown or 'nothing that is by token and request'}."
             )
-        names = [requests] if isinstance(requests, str) else ["*"] if requests is None else requests
-        self._lines = [
-            line
-            for line in lines
-            if line["module"] in self.modules and any(fnmatchcase(line["request"], name) for name in names)
-        ]
+        self._lines = [line for line in lines if line["module"] in self.modules]
         self._ends = list(accumulate(len(line["positions"]) for line in self._lines))
         self._shards: dict[str, Any] = {}
 

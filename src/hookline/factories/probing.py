@@ -354,7 +354,7 @@ class Probe(ActivationStats):
         elif len(chosen):
             self._add(seen, picked.squeeze(-1))
             if options.action != "metric":
-                flag = RequestFlag(options.name, seen.name, stops=options.action == "stop", hook=id(self))
+                flag = RequestFlag(options.name, seen.name, stops=options.action == "stop")
                 note_scores(flag, chosen, picked, self.threshold)
 
     def to_metrics(self) -> dict[str, float]:

@@ -31,13 +31,11 @@ class RequestFlag:
     """The highest score."""
     stops: bool = False
     """Whether the answer is to end."""
-    hook: int = 0
-    """Which hook it was: two may have one name."""
 
     def to_plain(self, *, stopped: bool) -> dict[str, Any]:
         """Return the flag as answers have it; ``stopped`` says whether the engine did end the answer."""
         found = asdict(self) | {"stopped": stopped}
-        del found["stops"], found["hook"]
+        del found["stops"]
         return found
 
 
@@ -62,10 +60,10 @@ def read_flags(tokens: Tokens) -> dict[str, list[RequestFlag]]:
 
 
 def merge_flags(flags: list[RequestFlag]) -> list[RequestFlag]:
-    """Return one flag for each hook and module, in the order in which they came."""
-    found: dict[tuple[int, str, str], RequestFlag] = {}
+    """Return one flag for each probe and module, in the order in which they came."""
+    found: dict[tuple[str, str], RequestFlag] = {}
     for flag in flags:
-        place = flag.hook, flag.probe, flag.module
+        place = flag.probe, flag.module
         known = found.get(place)
         if known is not None:
             tokens, score = known.tokens + flag.tokens, max(known.score, flag.score)

@@ -70,11 +70,6 @@ def measurable(tensor: Tensor | None) -> Tensor | None:
     return local.detach()
 
 
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; of a nested tensor, how many tensors it has."""
-    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
-
-
 def without_padding(tensor: Tensor) -> Tensor | None:
     """Return the real entries of an output of a served batch; see `Tokens.real`.
 

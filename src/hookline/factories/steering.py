@@ -17,8 +17,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, read_options, read_tensors, tried_by
 from hookline.factories.served_batch import TokenOptions, running
-from hookline.observe.patch.edits import main_output, misfit, rebuilt, shape_of, site_text
-from hookline.observe.patch.edits import steer as steer_edit
+from hookline.observe.patching import main_output, misfit, rebuilt, shape_of, site_text
+from hookline.observe.patching import steer as steer_edit
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
@@ -41,8 +41,6 @@ class SteerOptions(TokenOptions):
         if (self.vector is None) == (self.file is None):
             what = "both" if self.vector is not None else "none"
             raise OptionError(f"steer takes a vector, or a file that has one, got {what}.")
-        if self.file is None and self.key is not None:
-            raise OptionError("steer: key is the name of a tensor in file, and there is no file.")
 
     def read_vector(self) -> Tensor:
         """Return the vector, from the config or the file."""

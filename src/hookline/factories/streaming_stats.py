@@ -16,20 +16,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import output_tensor, shape_of, without_padding
+from hookline.factories.served_batch import output_tensor, without_padding
 from hookline.observe.watch.engine import Note, StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import limit_of, streams_of
 from hookline.observe.watch.row import BAD, INF, NAN, Layout, as_metrics, table_of
-from hookline.records.log import LineFile, json_line
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.hook_at_site import PerSiteHook
@@ -61,8 +59,6 @@ class StreamedModule:
     copies: Copies | None = None
     """What copies its outputs, if it may."""
     calls: int = 0
-    shape: tuple[int, ...] = ()
-    """That of its last output, for an alarm."""
     was_logged: bool = False
     """Whether an alarm has told of it."""
 
@@ -303,16 +299,10 @@ class StatsOptions:
 
     stats: tuple[str, ...] | None = None
     log_every: int | None = None
-    file: Path | None = None
     add_residual: bool = False
 
 
-def _try(config: Mapping[str, Any]) -> ActivationStats:
-    """Check a config without opening the file."""
-    return _make(replace(read_options("activation_stats", StatsOptions, config), file=None))
-
-
-@tried_by(_try)
+@tried_by()
 def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats:
     """Make a hook that keeps streaming statistics of every module it is on.
 
@@ -325,17 +315,13 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
 
     Args:
         config: ``stats``: their names, as ``hookline.watch`` takes them. ``log_every``: seconds after which the next
-            forward writes a line, to ``file`` (JSONL) if there is one, else to the log; it waits for the device once.
+            forward writes a table to the log, as `close` does at the end; it waits for the device once.
             ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, look at
             their sum.
     """
-    return _make(read_options("activation_stats", StatsOptions, config))
-
-
-def _make(options: StatsOptions) -> ActivationStats:
-    log = None if options.log_every is None and options.file is None else _StatsLog(options)
+    options = read_options("activation_stats", StatsOptions, config)
     layout = Layout.of(None if options.stats is None else tuple(options.stats))
-    return ActivationStats(layout, log=log, add_residual=options.add_residual)
+    return ActivationStats(layout, log_every=options.log_every, add_residual=options.add_residual)
 
 
 class ActivationStats(StreamingObserver):
@@ -343,16 +329,17 @@ class ActivationStats(StreamingObserver):
 
     name = "activation_stats"
 
-    def __init__(self, layout: Layout, *, log: _StatsLog | None = None, add_residual: bool = False) -> None:
+    def __init__(self, layout: Layout, *, log_every: int | None = None, add_residual: bool = False) -> None:
         super().__init__(layout, add_residual=add_residual)
-        self._ended = 0
-        self._log = log
+        self._log_every = log_every
+        self._forwards = self._logged = 0
+        self._log_time = time.monotonic()
 
     def _end_forward(self) -> None:
-        self._ended += 1
+        self._forwards += 1
         super()._end_forward()
-        if self._log is not None and self._log.is_due():
-            self._log.write(self.to_metrics(), self._ended)
+        if self._log_every is not None and time.monotonic() - self._log_time >= self._log_every:
+            self._log(self._forwards)
 
     def to_metrics(self) -> dict[str, float]:
         """Return every statistic since the last reset by ``"module/statistic"``; one transfer.
@@ -369,42 +356,15 @@ class ActivationStats(StreamingObserver):
             found |= {f"{name}/{stat}": value for stat, value in (stats | as_metrics(cells, layout)).items()}
         return found
 
+    def _log(self, forwards: int) -> None:
+        self._log_time, self._logged = time.monotonic(), forwards
+        logger.info("%d forwards\n%s", forwards, table_of(self.to_metrics()).text())
+
     def close(self) -> None:
-        """Write the last line."""
-        if self._log is not None:
-            self._log.close(self.to_metrics(), self._ended + (self._first is not None))
-
-
-class _StatsLog:
-    """Write the lines of one hook, and keep when the next is due."""
-
-    def __init__(self, options: StatsOptions) -> None:
-        self._pause = float("inf") if options.log_every is None else options.log_every
-        # A path that cannot be written is an error now, not in the middle of a run.
-        self._file = None if options.file is None else LineFile(options.file)
-        self._last_time, self._last_forward = time.monotonic(), 0
-
-    def is_due(self) -> bool:
-        """Return whether enough time has passed since the last line."""
-        return time.monotonic() - self._last_time >= self._pause
-
-    def write(self, metrics: dict[str, float], forwards: int) -> None:
-        """Write a line; ``forwards`` is how many there have been so far."""
-        self._last_time, self._last_forward = time.monotonic(), forwards
-        if self._file is None:
-            logger.info("%d forwards\n%s", forwards, table_of(metrics).text())
-            return
-        try:
-            self._file.write(json_line({"time": time.time(), "forwards": forwards, **metrics}))
-        except OSError as error:
-            logger.error("The file of statistics cannot be written, and the run continues: %s", error)
-
-    def close(self, metrics: dict[str, float], forwards: int) -> None:
-        """Write the last line, if there were forwards after the one before; may be called again."""
-        if forwards > self._last_forward:
-            self.write(metrics, forwards)
-        if self._file is not None:
-            self._file.close()
+        """Log the forwards that came after the last table."""
+        forwards = self._forwards + (self._first is not None)
+        if self._log_every is not None and forwards > self._logged:
+            self._log(forwards)
 
 
 # -- nan_alarm ---------------------------------------------------------------------------------------------------
@@ -453,7 +413,6 @@ class NanAlarm(StreamingObserver):
             self._next = time.monotonic() + _PAUSE
 
     def _add(self, seen: StreamedModule, real: Tensor, gathered: Gathered | None = None) -> None:
-        seen.shape = shape_of(real)
         super()._add(seen, real, gathered)
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[BAD]:
@@ -463,9 +422,8 @@ class NanAlarm(StreamingObserver):
         if not seen.was_logged:
             seen.was_logged = True
             alarm_logger.warning(
-                "%s gave out %d NaN and %d infinities, in a tensor of shape %s, in call %d",
-                seen.name, int(nan), int(inf), seen.shape, seen.calls,
-            )  # fmt: skip
+                "%s gave out %d NaN and %d infinities, in call %d", seen.name, int(nan), int(inf), seen.calls
+            )
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""

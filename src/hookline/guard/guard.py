@@ -1,11 +1,10 @@
 """Undo what an intervention did to a run, whether it finished, raised or was interrupted.
 
-`HookManager` saves once per firing and runs every intervention in a ``protecting`` block; in strict mode it runs
-observers in ``check_observers``. The loops make the `Guard` of a run and keep it; `ModelDataContext` makes one for
-other loops, and strict mode where there is none. `BadOperationFinder` uses a `Guard` directly. Users, `replay_check`,
-`bisect` and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run and `TorchSwitches` of
-each block, and fills in a `GuardReceipt` for each block. The names of `SCOPES` are listed again in lifecycle/hook.py
-and lifecycle/registry.py; the kinds in `_FORBIDDEN` are those of `StateChange`: change both together.
+`HookManager` saves once per firing and runs every intervention in a ``protecting`` block. The loops make the `Guard` of
+a run and keep it; `ModelDataContext` makes one for other loops. `BadOperationFinder` uses a `Guard` directly. Users,
+`replay_check`, `bisect` and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run and
+`TorchSwitches` of each block, and fills in a `GuardReceipt` for each block. The names of `SCOPES` are listed again in
+lifecycle/hook.py and lifecycle/registry.py; the kinds in `_FORBIDDEN` are those of `StateChange`: change both together.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, interrupts_deferred, raise_if_lost, roots_of
+from hookline.guard.snapshot import ALL, BUFFERS, Snapshot, interrupts_deferred, raise_if_lost, roots_of
 from hookline.guard.walk import StateChange
 from hookline.messages import listed, suggest
 from hookline.sites import _torch
@@ -166,8 +165,6 @@ class Guard:
         self, model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, *, loader: Any = None
     ) -> None:
         self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader))
-        self._observed: Snapshot | None = None
-        """Without copies, for `check_observers`."""
         self._saved_scope: str | None = None
         self._blocks: list[_Block] = []
         """Those in each other, the outermost first."""
@@ -268,28 +265,6 @@ class Guard:
             self._end(block)
         self._saved_scope = None
         self._snapshot.forget()
-
-    @contextmanager
-    def check_observers(self, name: str, *, random: bool = True, batch: Any = None) -> Iterator[None]:
-        """Raise if the block changes a parameter, buffer, gradient, mode, switch, ``batch`` or ``random`` stream.
-
-        Version counters and identities of objects are compared. So nothing is copied or put back, and a write that they
-        do not show (through ``.data``) is missed. An exception of the block is passed on, without this check.
-        """
-        if self._observed is None:
-            self._observed = Snapshot(self._snapshot.roots)
-        self._observed.take(NOTHING, random=random, batch=batch)
-        switches = TorchSwitches()
-        try:
-            yield
-            changed = [change.name for change in self._observed.changes()] + switches.changed()
-        finally:
-            self._observed.forget()
-        if changed:
-            raise GuardError(
-                f"Hook {name!r} observes, and changed {listed(changed)}. "
-                "Next: make it an intervention, which is undone."
-            )
 
 
 @contextmanager

@@ -1,17 +1,15 @@
 """Read the training data again without touching the run's loader; find its samplers, datasets and generators.
 
 `ModelDataContext` and the model context of the loops (training/run.py) call `copy_loader` with a `private_generator`,
-for interventions; `get_shuffled_loader` calls `call_loader_factory` where the experiment has a ``shuffled_loader``.
-Snapshots, checkpoints (training/state.py), `HookManager.fire`, training/experiment.py and training/ranks.py call the
-finders. The run's loader must never be iterated here: that would move its generator, end a running epoch early where
-workers persist, and use up what can be read only once.
+for interventions. Snapshots, checkpoints (training/state.py), `HookManager.fire`, training/experiment.py and
+training/ranks.py call the finders. The run's loader must never be iterated here: that would move its generator, end a
+running epoch early where workers persist, and use up what can be read only once.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -182,22 +180,3 @@ def _read(sampler: Any) -> list[Any]:
     inner = getattr(sampler, "sampler", None)  # of a batch sampler; the copy shares it
     with kept_rng(generators=[*generators_on(sampler), *generators_on(inner)]):
         return list(islice(copy.copy(sampler), len(sampler)))
-
-
-def call_loader_factory(make: Callable[..., Any], generator: torch.Generator) -> Any:
-    """Return the loader that the experiment's ``make`` builds, made to draw from ``generator``.
-
-    ``make`` gets it by name if it has such a parameter. Otherwise it is put into the loader and its sampler, where
-    those have none of their own.
-    """
-    if "generator" in inspect.signature(make).parameters:
-        loader = make(generator=generator)
-    else:
-        with kept_rng():
-            # `make` may draw its order at once, from the stream of the run: seed that, for this call alone.
-            torch.default_generator.manual_seed(generator.initial_seed())
-            loader = make()
-    for part in (loader, getattr(loader, "sampler", None)):
-        if isinstance(part, DataLoader | RandomSampler) and part.generator is None:
-            part.generator = generator
-    return loader

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
-from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
+from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.snapshot import ALL, Snapshot, roots_of
 from hookline.messages import nearest_names
 from hookline.phases import kept_modes
@@ -229,7 +229,7 @@ class ModelDataContext:
         """Return a loader of the training data in another order each time; no stream of the run is drawn from."""
         generator = private_generator(self._model)
         if self._shuffled_loader is not None:
-            return call_loader_factory(self._shuffled_loader, generator)
+            return self._shuffled_loader(generator)
         return copy_loader(self._loader, generator, shuffle=True)
 
     def new_generator(self) -> torch.Generator:

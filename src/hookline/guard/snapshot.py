@@ -40,7 +40,6 @@ from hookline.sites.optimizers import unwrap_optimizer
 ALL: Final = frozenset({"parameter", "buffer", "state", "gradient", "batch"})
 """All kinds of tensors: those that `RunWalk` gives (guard/walk.py). `Guard` chooses by these names what is copied."""
 BUFFERS: Final = frozenset({"buffer", "batch"})
-NOTHING: Final = frozenset[str]()
 _KEPT: Final = ("model", "optimizer")
 """The roots of the main part: they are large and stay the same objects. Others may have new tensors at every step."""
 _CPU: Final = torch.device("cpu")
@@ -605,10 +604,8 @@ class Snapshot:
     # -- saving --------------------------------------------------------------------------------------------------
 
     @interrupts_deferred()
-    def take(
-        self, copied: frozenset[str] = ALL, *, gradients: bool = True, random: bool = True, batch: Any = None
-    ) -> None:
-        """Save; copy the tensors of these kinds, and look after ``gradients``, ``random`` streams, and ``batch``."""
+    def take(self, copied: frozenset[str] = ALL, *, gradients: bool = True, batch: Any = None) -> None:
+        """Save; copy the tensors of these kinds, and look after ``gradients``, random streams, and ``batch``."""
         self.forget()
         with torch.inference_mode(False), torch.no_grad():  # what is made in there could not be written elsewhere
             main = self._copy_main(copied)
@@ -621,7 +618,7 @@ class Snapshot:
             rest.copy(copied)
             rest.note()
         self.pool.free.clear()
-        self._random = RandomStates(main.walk.generators + rest.walk.generators) if random else None
+        self._random = RandomStates(main.walk.generators + rest.walk.generators)
         self._order = self._checked_order = next_order()
         self._main, self._parts = main, [main, rest]
 
@@ -668,11 +665,6 @@ class Snapshot:
             self._main = None
 
     # -- afterwards ----------------------------------------------------------------------------------------------
-
-    def changes(self) -> list[StateChange]:
-        """Return by name what differs from what was saved, as far as counters and identities show it."""
-        moved = [] if self._random is None else self._random.changed()
-        return self._changes([part.look() for part in self._parts]) + [StateChange("random", name) for name in moved]
 
     def _changes(self, looks: Sequence[Look]) -> list[StateChange]:
         found = [change for look in looks for change in look.changes]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import LifecycleError, OptionError
+from hookline.errors import OptionError
 from hookline.integrations.host_run import HostRun, check_options
 from hookline.integrations.loop_events import BackwardLosses, LoaderPass, follow_passes
 from hookline.messages import type_name
@@ -90,7 +90,7 @@ def follow(
         manager: A `HookManager` that is there already, in place of hooks and sinks.
         run_context: What hooks and sinks are told of the run (``run_dir=``, ``experiment_name=``, …).
         options: Those of `HostRun`: ``run_file``, ``hook_config``, ``loop``, ``snapshot_every``, ``flush_every``,
-            ``on_error``, …, and of `HookManager`: ``log``, ``strict``, ``profile_hooks``, …
+            ``on_error``, …, and of `HookManager`: ``log``, ``profile_hooks``, …
 
     Raises:
         UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.
@@ -310,8 +310,6 @@ class Follow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; call it before the loop goes on."""
-        if "follow" not in state:
-            raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
         self._host.load_state_dict(state)
         self.epoch, self._steps_in_pass = state["follow"]["epoch"], state["follow"]["steps_in_pass"]
 

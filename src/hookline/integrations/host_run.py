@@ -38,7 +38,6 @@ from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.checkpoints import local_parts, map_dicts, place_parts
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
 from hookline.training.loops import POINTS, LoopResult
-from hookline.training.ranks import warn_of_join
 from hookline.training.run import GradientRetention, Run, Schedule
 from hookline.training.state import GuardedState, Passes
 from hookline.tree import map_tensors
@@ -138,6 +137,8 @@ class HostRun:
         self._notes = open_notes(self.manager, {}, is_own=False)
         self._open = ExitStack()
         self._pending: Mapping[str, Any] | None = None
+        self._may_be_another = False
+        """Whether the log has records of before, and nobody has said yet that this run goes on with them."""
         self._began = 0.0
         self._epoch, self._stretch = _Epoch.NONE, _Stretch.NONE
         self.in_step = False
@@ -211,6 +212,7 @@ class HostRun:
         self._wants_gradients = manager.needs_prev_step_grads() or manager.needs_grad_accumulation()
         self._notes.begin(host_facts(run.model, experiment.optimizer, context))
         self._began = time.perf_counter()
+        self._may_be_another = self._is_own and manager.fan_out.state_dict()["first"] > 0
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
@@ -267,6 +269,7 @@ class HostRun:
     def begin_epoch(self, epoch: int, *, loader: Any = None) -> None:
         """Begin an epoch; one that was left in the middle and is resumed has begun before, and fires nothing."""
         run = self._running("begin_epoch")
+        self._tell_from_older()
         self.end_epoch()
         if loader is not None:
             run.experiment.loader = loader
@@ -284,8 +287,6 @@ class HostRun:
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
-        if run.num_epochs < 2 and not self.manager.output.ranks.is_single:
-            warn_of_join(run.experiment.model)
         run.fire(HookPoint.PRE_EPOCH)
 
     def end_epoch(self) -> None:
@@ -311,6 +312,17 @@ class HostRun:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
+    def _tell_from_older(self) -> None:
+        """Give the run a name of its own in a log that holds another, of which no state was loaded."""
+        if self._may_be_another:
+            self._may_be_another = False
+            name = time.strftime("%Y-%m-%d %H:%M:%S")
+            self.manager.set_run_context(strategy=name)
+            warn_user(
+                f"{self.manager.fan_out.log} holds an earlier run. This one is kept apart as {name!r}; to continue the "
+                "earlier one, load its state (load_state_dict) before the first step."
+            )
+
     def begin_step(self, step: int | None = None, *, batch: Any = None, batch_idx: int | None = None) -> None:
         """Begin a step of the optimizer, and fire PRE_STEP.
 
@@ -320,6 +332,7 @@ class HostRun:
             batch_idx: Which batch of the epoch that is.
         """
         run, manager = self._running("begin_step"), self.manager
+        self._tell_from_older()
         self._change_phase(_NO_PHASE)
         if step is not None:
             manager.global_step = step - 1
@@ -444,6 +457,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
+        self._may_be_another = False
         _load_state(run, state, step)
         self._epoch, self.in_step = _Epoch.NONE, False
         if self._loop == "step" and self._snapshots.every:
@@ -642,21 +656,16 @@ def _load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
 def _own_state(state: Mapping[str, Any], ranks: OneProcess) -> dict[str, Any]:
     """Return the state that is this rank's; tell the user where it goes on with that of another."""
     about = state["ranks"]
-    found = {name: part for name, part in state.items() if name != "ranks"}
-    if about["count"] != ranks.size:
-        if ranks.rank == 0:
-            warn_user(
-                f"The state of the hooks was saved by {about['count']} ranks, and the run continues with {ranks.size}: "
-                f"all continue with the state of rank {about.get('rank', 0)}."
-            )
-    elif "by_rank" in about:
-        found = about["by_rank"][ranks.rank]
-    elif about["rank"] != ranks.rank:
+    is_same = about["count"] == ranks.size
+    if is_same and "by_rank" in about:
+        own: dict[str, Any] = about["by_rank"][ranks.rank]
+        return own
+    if not is_same or about["rank"] != ranks.rank:
         warn_user(
-            f"The state of the hooks is only of rank {about['rank']}, and rank {ranks.rank} continues with it. "
-            "Next: save on every rank, by state_dict(all_ranks=True)."
+            f"The state of the hooks is of rank {about.get('rank', 0)} of {about['count']}, and rank {ranks.rank} of "
+            f"{ranks.size} continues with it. Next: save on every rank, by state_dict(all_ranks=True)."
         )
-    return found
+    return {name: part for name, part in state.items() if name != "ranks"}
 
 
 def _to_cpu(tensor: Tensor) -> Any:
@@ -690,8 +699,6 @@ def make_manager(
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     options = {name: value for name, value in options.items() if value is not None}
     if manager is not None:
-        if not isinstance(manager, HookManager):
-            raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]); got {type_name(manager)}.")
         others = {"hooks": hooks, "sinks": sinks, "run_file": run_file, **options}
         if beside := [f"{name}=" for name, value in others.items() if value is not None]:
             raise OptionError(

@@ -64,7 +64,7 @@ class TrainingHook:
 
     ``compute`` returns numbers, tensors, lists or dictionaries by name, or None; they are reported as
     ``"hook/metric"``. Tensors stay on the device until they are flushed. An observer changes nothing: random numbers
-    it draws do not count, all else is its duty, which ``HookManager(strict=True)`` checks.
+    it draws do not count, all else is its duty, which `hookline.audit` checks.
     """
 
     name: str = ""
@@ -87,9 +87,6 @@ class TrainingHook:
     """Have ``set_reference_weights`` called before it first fires."""
     requires: Iterable[str] = frozenset()
     """Capabilities of the run without which it cannot work; it is left out of a run that has declared others."""
-    roots: tuple[str, ...] = ()
-    """How names of metrics begin that are reported as they are, without ``"hook/"`` in front: those of a family that
-    several hooks contribute to, such as ``("activations/",)``."""
     pure: bool = False
     """Promises that it draws no random number, so that firing it need not put random streams back."""
     reduce: str | Mapping[str, str] = "mean"

@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.distributed.ranks import rank_names
 from hookline.error_policy import ErrorPolicy, error_text, warn_user
-from hookline.errors import GuardError, Hint, LifecycleError, OptionError, RankError
+from hookline.errors import GuardError, LifecycleError, OptionError, RankError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.hook import InterventionHook
 from hookline.tables import ShownAsTable, Table
@@ -40,7 +40,6 @@ LOOP_TYPES: Final = ("epoch", "step")
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
 _NEEDS: Final = ("needs_grads", "needs_prev_step_grads", "needs_pre_epoch_state", "needs_reference_weights")
-_STEP_POINTS: Final = (HookPoint.PRE_STEP, HookPoint.POST_STEP)
 _NO_LOOP_TYPE: Final = "its loop_points depend on the loop, and loop_type= is not given"
 
 logger = logging.getLogger("hookline.lifecycle.firing")
@@ -256,62 +255,6 @@ class Plan(ShownAsTable):
         return Table(("point", "", "hook", "does", "when", "needs"), rows, foot=left_out, rule=False)
 
 
-class PlanQueries:
-    """Answer what a loop may ask before it computes or allocates anything: is there a hook that needs it?
-
-    The base class of `HookManager`. ``epoch`` (in the step loop, the step) leaves out hooks whose window does not have
-    it; without it, a hook counts that may fire at some time.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        """Which hook runs at which point, in which order, on which steps, and what it needs; prints as a table."""
-        self.global_step = -1
-        """The current step of the run, counted from 0; -1 before the first. May be set by a loop that goes on."""
-
-    def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether any hook fires at one of these points."""
-        return any(True for _ in self.plan.hooks_at(points, epoch))
-
-    def has_interventions(self) -> bool:
-        """Return whether any hook intervenes anywhere."""
-        return self.has_interventions_at(*HookPoint)
-
-    def has_interventions_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
-        return any(planned.intervenes for planned in self.plan.hooks_at(points, epoch))
-
-    def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
-        return self.plan.needs("needs_grads", *points, epoch=epoch)
-
-    needs_grad_accumulation_at = needs_grad_accumulation
-
-    def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
-        return self.plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
-
-    needs_pre_epoch_state_at = needs_pre_epoch_state
-
-    def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
-        return self.plan.needs("needs_prev_step_grads", *points, epoch=epoch)
-
-    needs_prev_step_grads_at = needs_prev_step_grads
-
-    def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
-        """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
-        return self.plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self.global_step)
-
-    def has_active_step_hooks(self, epoch: int | None = None) -> bool:
-        """Return whether a hook is due at this step."""
-        return any(True for _ in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
-
-    def has_active_step_interventions(self, epoch: int | None = None) -> bool:
-        """Return whether a hook that is due at this step intervenes."""
-        return any(hook.intervenes for hook in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
-
-
 def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookPoint, Window]:
     """Return the points of a hook in that loop, each with its window; empty if it has none, or they are not known."""
     if loop_type is None or hook.loop_points is None:
@@ -469,16 +412,17 @@ class ManagedHooks(dict[str, "TrainingHook"]):
         else:
             undone = "what it did is undone, " if planned.intervenes else ""
             sentence = (
-                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues."
+                f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues. "
+                "Further failures are counted in manager.hooks.errors, and in run.json."
             )
-            policy.warn_later(name, sentence, hint=Hint.LATER_FAILURES)
+            policy.warn_later(name, sentence)
         return True
 
     def settle(self, ranks: OneProcess, raised: BaseException | None = None) -> None:
         """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
         policy, failures, ranks.failures = self.policy, ranks.failures, {}
         for hook, texts in failures.items():
-            error = RankError(f"Hook {hook!r} raised {texts[min(texts)]} on {rank_names([*texts])}.", ranks=(*texts,))
+            error = RankError(f"Hook {hook!r} raised {texts[min(texts)]} on {rank_names([*texts])}.")
             if policy.on_error == "raise":
                 ranks.agreed_error = raised or error
                 raise ranks.agreed_error
@@ -616,7 +560,6 @@ class ReferenceWeights:
         self._source = source
         self.context: dict[str, Any] = {}
         """What ``set_run_context`` said; a path may name it."""
-        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -626,17 +569,15 @@ class ReferenceWeights:
         self._given: WeakSet[TrainingHook] = WeakSet()
 
     def give(self, hook: TrainingHook) -> None:
-        """Give a hook the weights, once, if there are any; warn once of the reason if there are none."""
+        """Give a hook the weights, once, if there are any; warn of the reason if they cannot be read."""
         if not self._has_looked:
             self._has_looked = True
             try:
                 with kept_rng():
                     self._found = self._look()
             except Exception as error:
-                if not self._has_warned:
-                    text = f"{self._source!r} cannot be read ({error_text(error)})"
-                    warn_user(f"Hooks go without reference weights: {text}.")
-                self._has_warned = True
+                text = f"{self._source!r} cannot be read ({error_text(error)})"
+                warn_user(f"Hooks go without reference weights: {text}.")
         if hook not in self._given:
             if self._found is not None:
                 hook.set_reference_weights(self._found)

@@ -8,17 +8,14 @@ others go at once, and all are brought to the host before `FanOut` writes them. 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import GuardError, HooklineWarning, HookNameError, LifecycleError, MetricError, OptionError
-from hookline.guard.guard import Guard, GuardReceipt
+from hookline.guard.guard import GuardReceipt
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
 from hookline.lifecycle.context import CheckpointProfiler, RunDataContext
@@ -36,14 +33,13 @@ from hookline.lifecycle.managed_hooks import (
     FiringReceipt,
     ManagedHooks,
     PlannedHook,
-    PlanQueries,
     ReferenceWeights,
     is_pure,
     split_roles,
 )
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.registry import choose_hooks
-from hookline.messages import did_you_mean, type_name
+from hookline.messages import type_name
 from hookline.observe.host_values import on_host
 from hookline.phases import in_phase
 from hookline.records.log import FanOut, own_rank
@@ -57,14 +53,13 @@ if TYPE_CHECKING:
     from hookline.records.log import RecordLog
 
 _NOT_TRAINING: Final = in_phase("intervention")
-_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-_FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
 _NAMES: Final = frozenset({str})
+_STEP_POINTS: Final = (HookPoint.PRE_STEP, HookPoint.POST_STEP)
 
 
-class HookManager(PlanQueries):
+class HookManager:
     """Run hooks at the points of a run, and hand their metrics to sinks.
 
     Recipe::
@@ -90,7 +85,6 @@ class HookManager(PlanQueries):
         capabilities: What the run can do; hooks that require something else are left out, with a warning.
         on_error: When a hook raises, and what it did has been undone: ``"raise"``, ``"warn"`` (once; it stays on) or
             ``"disable"`` (logged; it is switched off). Metrics of the others go out in any case.
-        strict: Check that observers change nothing.
         reference_weights: For hooks that need them: tensors by parameter, a function that finds them, or a file.
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
@@ -110,7 +104,6 @@ class HookManager(PlanQueries):
         capabilities: Iterable[str] | None = None,
         *,
         on_error: str = "raise",
-        strict: bool = False,
         reference_weights: Any = None,
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
@@ -121,11 +114,13 @@ class HookManager(PlanQueries):
             chosen = choose_hooks(hook_names, hooks, config)
         self.hooks = ManagedHooks(chosen, loop_type, on_error, offload=offload_state)
         """All hooks by name, in the order they were given; with their receipts, errors and costs."""
-        super().__init__(self.hooks.plan)
+        self.plan = self.hooks.plan
+        """Which hook runs at which point, in which order, on which steps, and what it needs; prints as a table."""
+        self.global_step = -1
+        """The current step of the run, counted from 0; -1 before the first. May be set by a loop that goes on."""
         self._known = self.plan.known
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
-        self.strict = strict
         self.fan_out = make_fan_out(sinks, log, step_metrics_log)
         """The log and the sinks."""
         if flush_every is not None and flush_every < 1:
@@ -135,8 +130,6 @@ class HookManager(PlanQueries):
         """Takes metrics to the log and the sinks, and knows the ranks of the run."""
         self._recorder = weakref.ref(self.output)
         self._reference = ReferenceWeights(reference_path if reference_weights is None else reference_weights)
-        self._checked: tuple[Any, Guard | None] = (None, None)
-        """A model, and the guard by which strict mode checks that observers change nothing of it."""
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -149,6 +142,51 @@ class HookManager(PlanQueries):
         for name, reason in reasons.items():
             warn_user(f"Hook {name!r} excluded: {reason}")
         self.hooks.exclude(reasons)
+
+    # -- what a loop may ask before it computes or allocates anything: is there a hook that needs it? With an
+    # ``epoch`` (in the step loop, the step), is there one whose window has that?
+
+    def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook fires at one of these points."""
+        return any(True for _ in self.plan.hooks_at(points, epoch))
+
+    def has_interventions(self) -> bool:
+        """Return whether any hook intervenes anywhere."""
+        return self.has_interventions_at(*HookPoint)
+
+    def has_interventions_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
+        return any(planned.intervenes for planned in self.plan.hooks_at(points, epoch))
+
+    def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
+        return self.plan.needs("needs_grads", *points, epoch=epoch)
+
+    needs_grad_accumulation_at = needs_grad_accumulation
+
+    def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
+        return self.plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
+
+    needs_pre_epoch_state_at = needs_pre_epoch_state
+
+    def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
+        return self.plan.needs("needs_prev_step_grads", *points, epoch=epoch)
+
+    needs_prev_step_grads_at = needs_prev_step_grads
+
+    def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
+        return self.plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self.global_step)
+
+    def has_active_step_hooks(self, epoch: int | None = None) -> bool:
+        """Return whether a hook is due at this step."""
+        return any(True for _ in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
+
+    def has_active_step_interventions(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step intervenes."""
+        return any(hook.intervenes for hook in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
 
     # -- steps and firings -------------------------------------------------------------------------------
 
@@ -218,7 +256,7 @@ class HookManager(PlanQueries):
         step = self.global_step if self.global_step >= 0 else ctx.step
         firing = Firing(hooks.point, ctx, step, self.plan.position(ctx.epoch, ctx.step), self.output.ranks)
         observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
-        if interventions or self.strict:
+        if interventions:
             model_ctx = model_ctx() if callable(model_ctx) else model_ctx
             interventions = self._possible(interventions, model_ctx)
         outer = self.output.firing, RECORDER.output
@@ -230,11 +268,11 @@ class HookManager(PlanQueries):
                 if self.hooks.offloads or not (hooks.is_pure if due is hooks.hooks else is_pure(due)):
                     streams = hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
                     with self.hooks.on_device([planned.hook for planned in due]), streams:
-                        self._observe(firing, observers, model_ctx, is_before=bool(interventions))
+                        self._observe(firing, observers, is_before=bool(interventions))
                         if interventions:
                             self._intervene(firing, interventions, model_ctx)
                 else:
-                    self._observe(firing, observers, model_ctx)
+                    self._observe(firing, observers)
         except BaseException as error:
             self._end(firing, outer, error)
             raise
@@ -256,8 +294,6 @@ class HookManager(PlanQueries):
         ctx = run_ctx() if callable(run_ctx) else run_ctx
         if not isinstance(ctx, RunDataContext):
             raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
-        if ctx.hook_point is not point and HookPoint.of(ctx.hook_point) is not point:
-            raise OptionError(f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}.")
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
     def _end(self, firing: Firing, outer: tuple[Firing | None, Any], error: BaseException | None = None) -> None:
@@ -277,26 +313,23 @@ class HookManager(PlanQueries):
 
     # -- calling hooks -----------------------------------------------------------------------------------
 
-    def _observe(
-        self, firing: Firing, hooks: Sequence[PlannedHook], model_ctx: Any, *, is_before: bool = False
-    ) -> None:
+    def _observe(self, firing: Firing, hooks: Sequence[PlannedHook], *, is_before: bool = False) -> None:
         """Call the observers; if it ``is_before`` interventions, wait until no rank's has raised.
 
         Interventions wait for each other, in collectives. With several ranks the others run before an error is raised:
         one of them may wait for the same hook of other ranks.
         """
         kept: BaseException | None = None
-        ctx = firing.ctx
-        is_plain = not (self.strict or self.profiler.enabled)
         for planned in hooks:
             firing.current = planned
             start = perf_counter()
             try:
                 if planned.hook.needs_reference_weights:
                     self._reference.give(planned.hook)
-                found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, ctx, model_ctx)
+                with self.profiler.section(planned.name):
+                    found = planned.hook.compute(firing.ctx)
                 if found is not None:
-                    add_metrics(planned.name, found, firing.metrics, planned.hook.roots)
+                    add_metrics(planned.name, found, firing.metrics)
             except BaseException as error:
                 if not self._goes_on_after(error, firing, planned, perf_counter() - start):
                     if firing.ranks.is_single or not isinstance(error, Exception):
@@ -310,27 +343,6 @@ class HookManager(PlanQueries):
             kept = firing.ranks.meet(kept, f"observers at {firing.place}")
         if kept is not None:
             raise kept
-
-    def _compute_checked(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> Any:
-        with self._check(planned, ctx, model_ctx), self.profiler.section(planned.name):
-            return planned.hook.compute(ctx)
-
-    def _check(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
-        """Return what raises, in strict mode, if an observer changes model, gradients, modes, switches or the batch.
-
-        Random streams count for a hook that is `pure`; for others they are put back anyway.
-        """
-        guard: Any = getattr(model_ctx, "guard", None)
-        if not self.strict or (guard is None and ctx.model is None):
-            return _NOTHING
-        if guard is None:
-            if self._checked[0] is not ctx.model:
-                self._checked = ctx.model, Guard(ctx.model)
-            guard = self._checked[1]
-        found: AbstractContextManager[Any] = guard.check_observers(
-            planned.name, random=bool(planned.hook.pure), batch=ctx.batch_data
-        )
-        return found
 
     def _possible(self, interventions: tuple[PlannedHook, ...], model_ctx: Any) -> tuple[PlannedHook, ...]:
         """Return the interventions that can run: all, or none, with a warning, where there is no model context."""
@@ -372,7 +384,7 @@ class HookManager(PlanQueries):
                 self._reference.give(hook)
             with model_ctx.guard.protecting(planned.name, planned.scope) as known, self.profiler.section(planned.name):
                 # Before the state is put back: a metric may be a view of a weight.
-                add_metrics(planned.name, hook.intervene(firing.ctx, model_ctx), firing.metrics, hook.roots)
+                add_metrics(planned.name, hook.intervene(firing.ctx, model_ctx), firing.metrics)
         except BaseException as raised:
             error = raised
         error = firing.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
@@ -427,9 +439,6 @@ class HookManager(PlanQueries):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned. Hooks that it does not have begin anew."""
-        missing = [key for key in ("global_step", "hooks", "step_metrics") if key not in state]
-        if missing:
-            raise OptionError(f"This is no state_dict() of a manager: it has no {', '.join(missing)}.")
         self.hooks.load_state_dict(state["hooks"], state.get("disabled", ()))
         self.output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
@@ -496,11 +505,7 @@ class HookManager(PlanQueries):
 
 
 def _check_nested(outer: Firing, firing: Firing, due: Sequence[PlannedHook]) -> None:
-    """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
-    if outer.thread != firing.thread:
-        raise LifecycleError(
-            f"{firing.point.name} was fired while another thread fires {outer.point.name}: give each its own manager."
-        )
+    """Refuse an intervention inside another, as they share one saved state."""
     inner = next((planned.name for planned in due if planned.intervenes), None)
     if inner is not None and outer.current is not None and outer.current.intervenes:
         raise LifecycleError(
@@ -516,10 +521,6 @@ def _context_of_fields(
     where = f"fire({point.name}, ...)"
     if run_ctx is not None:
         raise OptionError(f"{where} was given a context, and beside it {', '.join(fields)}; put them into the context.")
-    unknown = [name for name in fields if name not in _FIELDS]
-    if unknown:
-        meant = did_you_mean(unknown[0], _FIELDS)
-        raise OptionError(f"{where}: no field {unknown[0]!r}.{meant} A RunDataContext has {', '.join(_FIELDS)}.")
     if epoch is None:
         raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
@@ -584,7 +585,6 @@ class Firing:
     current: PlannedHook | None = None
     """The hook that runs now."""
     receipts: list[FiringReceipt] = field(default_factory=list)
-    thread: int = field(default_factory=get_ident)
 
     @property
     def place(self) -> str:
@@ -781,11 +781,8 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
 # -- values -----------------------------------------------------------------------------------------------------
 
 
-def add_metrics(hook: str, found: Any, into: dict[str, Any], roots: tuple[str, ...] = ()) -> None:
-    """Add what `hook` returned to `into`, as ``"hook/metric"`` or, if a name begins with one of `roots`, as it is.
-
-    Raise for a value that no sink can write.
-    """
+def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
+    """Add what `hook` returned to `into`, as ``"hook/metric"``; raise for a value that no sink can write."""
     if found is None:
         return
     if type(found) is not dict and not isinstance(found, Mapping):
@@ -794,8 +791,7 @@ def add_metrics(hook: str, found: Any, into: dict[str, Any], roots: tuple[str, .
         raise MetricError(f"Hook {hook!r} returned a metric by the name {wrong[0]!r}; names of metrics are strings.")
     # All or nothing: a bad metric leaves none of its neighbours behind.
     into.update({
-        name if roots and name.startswith(roots) else f"{hook}/{name}":
-            value if type(value) in PLAIN else copy_metric(value, hook, name)
+        f"{hook}/{name}": value if type(value) in PLAIN else copy_metric(value, hook, name)
         for name, value in found.items()
     })  # fmt: skip
 

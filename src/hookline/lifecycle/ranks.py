@@ -135,8 +135,7 @@ def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None
         ]
         raise RankError(
             f"The ranks do not have the same hooks, so they would wait for each other. {' | '.join(told)}. Next: make "
-            "the manager with the same hooks, in the same order, on every rank.",
-            ranks=tuple(rank for rank, one in enumerate(said) if one != said[0]),
+            "the manager with the same hooks, in the same order, on every rank."
         )
     return RankSync(rule_finder(hooks), list(hooks))
 
@@ -204,7 +203,7 @@ class RankSync(OneProcess):
                 return gather_objects(value, what=what)
         except RankError as error:  # one of the hooks may have kept a rank from coming
             self.is_lost = True
-            raise RankError(f"{error} The hooks: {', '.join(self._hooks) or 'none'}.", ranks=error.ranks) from error
+            raise RankError(f"{error} The hooks: {', '.join(self._hooks) or 'none'}.") from error
 
     def _reach(self) -> Any:
         """Return a context in which the other ranks can be reached, also once the process group was destroyed."""
@@ -229,7 +228,7 @@ class RankSync(OneProcess):
         failed = {rank: text for rank, text in enumerate(said) if text is not None}
         if failed and error is None:
             told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
-            error = RankError(f"{what}: {told}", ranks=tuple(failed))
+            error = RankError(f"{what}: {told}")
         self.agreed_error = error
         return error
 
@@ -311,14 +310,13 @@ def rule_finder(hooks: Mapping[str, TrainingHook]) -> Callable[[str], str]:
     """Return a function that finds the rule of a metric by its name, as its hook declares it."""
     # The longest name first: a hook may be called "a" and another one "a/b".
     prefixed = [(f"{name}/", _patterns(hooks[name])) for name in sorted(hooks, key=len, reverse=True)]
-    rooted = [(tuple(hook.roots), _patterns(hook)) for hook in hooks.values() if hook.roots]
 
     @cache
     def rule_of(name: str) -> str:
         for prefix, patterns in prefixed:
             if name.startswith(prefix):
                 return _match(name[len(prefix) :], patterns)
-        return next((_match(name, patterns) for roots, patterns in rooted if name.startswith(roots)), _USUAL_RULE)
+        return _USUAL_RULE
 
     return rule_of
 

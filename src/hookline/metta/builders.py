@@ -3,7 +3,7 @@
 `PolicyAutoBuilder` attaches hooks to modules by component name; `ComponentContext` holds the trackers of a run, for
 builders and `StatsReporter`. A builder is called with the name of a component and that context; `TrainTool` calls it
 when there is a policy. It puts its tracker into the context if none is there, and returns a feeder: the hook that hands
-the tensors of that component to the tracker. The analyses make feeders, too. None changes anything, and what cannot be
+the tensors of that component to the tracker. No feeder changes anything, and what cannot be
 counted (a tuple, a missing key, no gradient) is passed over. Training counts; evaluations and other hooks do not (see
 `During`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
@@ -40,7 +40,6 @@ from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules, unwrap, walk
-from hookline.tree import main_tensor
 
 
 class ComponentContext:
@@ -210,7 +209,7 @@ class TrackerFeeder:
 class ActivationFeeder(TrackerFeeder):
     """Feed a tracker with the output of a component, of which ``extract`` takes a tensor."""
 
-    def __init__(self, tracker: Any, component: str, extract: Callable[[Any], Any] = main_tensor) -> None:
+    def __init__(self, tracker: Any, component: str, extract: Callable[[Any], Any]) -> None:
         super().__init__(tracker, component)
         self.extract = extract
 
@@ -252,12 +251,7 @@ class ParameterFeeder(TrackerFeeder):
     Args:
         tracker: What the hook feeds.
         component: The name it does so under.
-        names: The parameters to count, by their names in the component; all of them if left out.
     """
-
-    def __init__(self, tracker: Any, component: str, names: Set[str] | None = None) -> None:
-        super().__init__(tracker, component)
-        self.names = names
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """Count the gradients as they are accumulated by now, where it is attached as a plain backward hook."""
@@ -283,11 +277,7 @@ class _OnLeaves(HandleSet):
         super().__init__()
         # Weak: a hook on a leaf is invisible to the garbage collector.
         self._feeder, self._model = feeder, weakref.ref(model)
-        self._places = {
-            name: (weakref.ref(owner), key)
-            for name, owner, key in parameters_in(module)
-            if feeder.names is None or name in feeder.names
-        }
+        self._places = {name: (weakref.ref(owner), key) for name, owner, key in parameters_in(module)}
         self._hooked: dict[str, tuple[int, HookHandle]] = {}
         """By name: the id of the parameter that has the hook, and its handle."""
         # Parameters are looked up before each forward: FSDP, load_state_dict(assign=True) and a plain assignment put
@@ -303,7 +293,7 @@ class _OnLeaves(HandleSet):
             # By id: a weak reference would forbid torch.utils.swap_tensors. A new parameter with the id of a deleted
             # one has no hook yet: that went with the other.
             before = self._hooked.get(name)
-            if before is None or before[0] != id(parameter) or not before[1].alive:
+            if before is None or before[0] != id(parameter) or not _torch.tensor_hooks_of(parameter):
                 if before is not None:
                     before[1].remove()
                 handle = attach_tensor(parameter, partial(self._take, name), observe=True, name=name)

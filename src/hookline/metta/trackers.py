@@ -1,17 +1,15 @@
 """Track activations and gradients of components: the protocol `Tracker`, and Metta's five trackers.
 
-The hooks of ``builders`` call ``update``; `StatsReporter` and the analyses read and reset. Numbers stay on the device
-of the tensors until ``to_metrics`` fetches them at once.
+The hooks of ``builders`` call ``update``; `StatsReporter` reads and resets. Numbers stay on the device of
+the tensors until ``to_metrics`` fetches them at once.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, ClassVar, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -114,16 +112,6 @@ class ComponentTracker:
         """Start at zero; the components stay."""
         with _LOCK:
             self._kept.clear()
-
-    def counted(self) -> dict[str, Any]:
-        """Return the state so far, by component, as plain tensors and numbers."""
-        with _LOCK:
-            return dict(self._kept)
-
-    def load_counted(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``counted`` gave."""
-        with _LOCK:
-            self._kept = copy.deepcopy(dict(state))
 
     def _readable(self, component: str, value: Any) -> tuple[Tensor, int] | None:
         """Register ``component``; return the tensor to count and the dimension of its units, None if it has none."""

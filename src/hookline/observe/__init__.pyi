@@ -1,9 +1,9 @@
 """The public names of ``hookline.observe``, each with the module it lives in."""
 
-from hookline.observe.capture.calls import Captured as Captured
-from hookline.observe.capture.capture import Cache as Cache
+from hookline.observe.capturing import Cache as Cache
+from hookline.observe.capturing import Captured as Captured
 from hookline.observe.heat_map import HeatMap as HeatMap
-from hookline.observe.patch.patch import Patch as Patch
+from hookline.observe.patching import Patch as Patch
 from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
 from hookline.observe.watch.step_alarm import Trouble as Trouble
 from hookline.observe.watch.step_alarm import alarm as alarm

@@ -150,7 +150,7 @@ def tell_findings(findings: Sequence[Mapping[str, Any]], looked: Mapping[str, An
         lines.append(f"{len(findings) - _MAX_TOLD} more on the page.")
     judged = ", ".join(f"{kind} ({count})" for kind, count in looked["kinds"] if count)
     if not findings and judged:
-        lines.append(f"Nothing unusual was found in what could be judged: {judged}.")
+        lines.append(f"Nothing unusual in the curves that were long enough to judge: {judged}.")
     return [*lines, f"Could not judge the loss: {looked['why']}."] if looked["why"] else lines
 
 
@@ -210,7 +210,7 @@ def _silent_hooks(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     silent = [name for name, hook in facts.get("hooks", {}).items() if hook.get("fired") == 0]
     if not silent or facts.get("status") != "finished":
         return []
-    return _finding("notice", "Hooks that never fired", f"{', '.join(silent)}: asked for, and never due.")
+    return _finding("notice", "Hooks that never fired", f"{', '.join(silent)}: never due, or not attached.")
 
 
 # -- values that are not finite, units that are dead --------------------------------------------------------------
@@ -228,8 +228,8 @@ def _first_bad_operation(bad_steps: Sequence[Mapping[str, Any]]) -> Iterator[dic
 
 
 _ORDER_UNKNOWN: Final = (
-    " Which layer was first is not known from reports at intervals: metrics of one step are listed in the order of the "
-    "model. --hooks first_bad_operation finds the operator, the module and the line."
+    " Reports are too far apart to say which layer was first: metrics of one step are in the order of the model. The "
+    "hook first_bad_operation finds the operator, the module and the line."
 )
 
 

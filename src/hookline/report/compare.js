@@ -4,7 +4,7 @@ const SETTINGS = ["model", "versions", "git"]; // parts of the facts of which al
 const SINGLE = ["experiment", "strategy", "seed", "device", "dtype", "optimizer", "ranks"];
 /** Options that are about files, the screen and going on, or that facts have under a name of their own; not how a run trains. */
 const NO_SETTINGS = new Set(["command", "output_dir", "name", "console", "show", "live", "silent", "no_console_output", "no_report", "record_trajectory",
-  "save_checkpoints", "validate_checkpoints", "run_group", "threads", ...SINGLE]);
+  "save_checkpoints", "validate_checkpoints", "run_group", ...SINGLE]);
 const IS_SINK = /^sinks(\.|$)|^hook_(csv|jsonl|parquet|tensorboard|mlflow|wandb|prometheus|sink)$/;
 
 function settingsOf(run) {

@@ -57,7 +57,10 @@ class Built:
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks, new ones for each strategy: some begin a run somewhere when they are made."""
-        return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
+        try:
+            return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
+        except TypeError as error:
+            raise OptionError(f"A sink cannot be made of its options: {error}.") from error
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
@@ -132,8 +135,7 @@ def _arguments(run: Run, found: FoundExperiment | None, names: Sequence[str]) ->
 
 
 def _specs(run: Run) -> list[HookSpec]:
-    listed = list(run.specs) if run.enable_hooks else []
-    return listed if run.hook_specs is None else [*listed, *specs_for_run(run.hook_specs)]
+    return [*run.specs, *(() if run.hook_specs is None else specs_for_run(run.hook_specs))]
 
 
 # -- hooks by name ---------------------------------------------------------------------------------------------
@@ -263,11 +265,8 @@ def _imported(path: str) -> Any:
     add_current_folder_to_path()
     try:
         factory = resolve_callable(path)
-    except ImportError as error:
-        raise ConfigError(f"{error} (from hook path '{path}').") from None
-    except (AttributeError, ValueError) as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        raise ConfigError(f"{str(error).removesuffix('.')}. {notes}".rstrip()) from None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{str(error).removesuffix('.')} (hook path '{path}').") from None
     if not callable(factory):
         raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     return factory
@@ -299,18 +298,3 @@ def sink_class(name: str) -> Any:
         raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
     getattr(cls, "check", bool)()
     return cls
-
-
-def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if a sink does not take these arguments."""
-    cls = sink_class(name)
-    try:
-        inspect.signature(cls).bind(**arguments)
-    except TypeError as error:
-        given = ", ".join(arguments) or "no arguments"
-        raise OptionError(
-            f"The sink {cls.__name__} cannot be made of {given}: {error}. Arguments are given in a run file: sinks: "
-            "{others: [{sink: PATH, options: {...}}]}."
-        ) from None
-    except ValueError:  # a class without a signature
-        return

@@ -1,9 +1,9 @@
 """Read a file of settings by its ending: YAML, TOML or JSON; validate it; tell all mistakes at once.
 
-`read` and `ServerArgs` call `read_document` and `validated`. A `Document` has plain values and, once one of them is
-wrong, the line of each from the marks of PyYAML; TOML has no lines. `Faults` collects the mistakes of look-ups, which
-are validators of `Run`. ``hookline serve --hooks`` and the engines read hooks on modules by `specs_of_file`: what a
-spec names is imported only for a run, since a server decides which code it lets in. Imports no torch.
+`read` and `ServerArgs` call `read_document` and `validated`. A `Document` has plain values, and names the place of a
+wrong one by its keys. `Faults` collects the mistakes of look-ups, which are validators of `Run`. ``hookline serve
+--hooks`` and the engines read hooks on modules by `specs_of_file`: what a spec names is imported only for a run, since
+a server decides which code it lets in. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
@@ -41,35 +41,19 @@ Fault = tuple[KeyPath, str]
 """The path to a value that is wrong, and a sentence about it."""
 Place = Callable[[KeyPath], str]
 """Returns where a value was given, for a message."""
-Lines = dict[KeyPath, int]
-"""The line of each value, counted from 1."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Hold the values of a file, and find the lines that they are written on."""
+    """Hold the values of a file."""
 
     path: Path
     values: Any
-    find_lines: Callable[[], Lines] = dict
-    """Reads the text once more; called only for errors, since that takes a while for a large file."""
-
-    @cached_property
-    def lines(self) -> Lines:
-        """The line of each value; none in TOML, where brackets are nested too deeply, or JSON goes over a limit."""
-        try:
-            return self.find_lines()
-        except (RecursionError, yaml.YAMLError):
-            return {}
 
     def place(self, path: KeyPath) -> str:
-        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``.
-
-        The line is that of the innermost value around it that has one.
-        """
-        line = next((found for depth in range(len(path), -1, -1) if (found := self.lines.get(path[:depth]))), None)
+        """Return where a value is, for an error: ``run.yaml, at $.hooks.names[2]``."""
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-        return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
+        return f"{self.path}, at ${keys}"
 
     def settings(self, such_as: str) -> dict[str, Any]:
         """Return the values of a file that has keys with values, `such_as` these; raise if it is another one."""
@@ -90,7 +74,7 @@ def read_document(path: str | Path) -> Document:
     Recipe: ``read_document("run.yaml").values``.
     """
     path = Path(path)
-    language, read, compose = _READERS.get(path.suffix.lower(), ("", None, None))
+    language, read = _READERS.get(path.suffix.lower(), ("", None))
     if read is None:
         raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
     try:
@@ -100,7 +84,7 @@ def read_document(path: str | Path) -> Document:
     if not text.strip():
         return Document(path, None)
     try:
-        return Document(path, read(text), dict if compose is None else lambda: _lines_below(compose(text)))
+        return Document(path, read(text))
     except Exception as error:
         raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
 
@@ -126,8 +110,7 @@ def _reason(error: Exception) -> str:
 class CoreLoader(yaml.SafeLoader):
     """The safe loader by the core schema of YAML 1.2: ``on``, ``no`` and ``12:30`` are strings, ``1e-3`` is a number.
 
-    PyYAML follows 1.1, where ``on: no`` is ``{True: False}``. A key that is there twice is an error, and so is a merge
-    key of 1.1.
+    PyYAML follows 1.1, where ``on: no`` is ``{True: False}``. A key that is there twice is an error.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
@@ -136,17 +119,12 @@ class CoreLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key, _ in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else None
-            if name == "<<" and key.style is None:
-                _refuse("YAML 1.2 has no merge keys (<<): write the keys out", key)
             if name in seen:
-                _refuse(f"the key {name!r} is there twice", key)
+                text = f"the key {name!r} is there twice"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
             if name is not None:
                 seen.add(name)
         return super().construct_mapping(node, deep)
-
-
-def _refuse(text: str, node: Any) -> None:
-    raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
 
 for _tag, _pattern, _first in (
@@ -165,20 +143,6 @@ CoreLoader.add_constructor(
 )
 
 
-def _lines_below(root: Any) -> Lines:
-    """Return the line of each value; of one in a mapping, that of its key."""
-    found: Lines = {}
-    todo: list[tuple[Any, KeyPath, int]] = [(root, (), root.start_mark.line)]
-    while todo:
-        node, path, line = todo.pop()
-        found[path] = line + 1
-        if isinstance(node, yaml.MappingNode):
-            todo += [(value, (*path, str(key.value)), key.start_mark.line) for key, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            todo += [(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
-    return found
-
-
 # -- JSON, and all three -----------------------------------------------------------------------------------------
 
 
@@ -191,22 +155,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _compose_json(text: str) -> Any:
-    """Read JSON as YAML, for its marks; by libyaml, which is seven times as fast, where there is one."""
-    text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
-    text = re.sub(r"\\u[dD][89a-fA-F]..", "?", text)  # half a character, which YAML does not know
-    return yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+def _load_yaml(text: str) -> Any:
+    return own_copy(yaml.load(text, CoreLoader))  # aliases are written out, so that values share nothing
 
 
-# A copy of what YAML gives: aliases are written out, so that values share nothing.
-_YAML: Final = ("YAML", lambda text: own_copy(yaml.load(text, CoreLoader)), partial(yaml.compose, Loader=CoreLoader))
-_READERS: Final[dict[str, tuple[str, Callable[[str], Any], Callable[[str], Any] | None]]] = {
-    ".yaml": _YAML,
-    ".yml": _YAML,
-    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique_keys), _compose_json),
-    ".toml": ("TOML", tomllib.loads, None),
+_READERS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    ".yaml": ("YAML", _load_yaml),
+    ".yml": ("YAML", _load_yaml),
+    ".json": ("JSON", partial(json.loads, object_pairs_hook=_unique_keys)),
+    ".toml": ("TOML", tomllib.loads),
 }
-"""By ending: the language, what reads a value from a text, and what finds its nodes, which have marks."""
+"""By ending: the language, and what reads a value from a text."""
 
 
 # -- what is wrong, and where ----------------------------------------------------------------------------------

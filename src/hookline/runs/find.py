@@ -2,7 +2,7 @@
 
 `read` calls `find_experiment` with a name, a file or a module, and makes flags of its options; `Run` checks them.
 `session`, the dry run and the audit call `make_experiment` later, and get a `RunExperiment`, whatever it was made from:
-a class, or a function. Seeds, determinism, precision, threads, device and ranks hold for the whole process;
+a class, or a function. Seeds, determinism, precision, device and ranks hold for the whole process;
 `process_settings` restores them. Importing this module imports no torch.
 """
 
@@ -46,7 +46,7 @@ class FoundExperiment:
     path: str
     """What the user wrote."""
     make: Callable[[Any, str], Any]
-    """Takes a configuration and a strategy; returns an `Experiment`, or an object like one."""
+    """Takes a configuration and a strategy; returns an `Experiment`."""
     loop: str | None = None
     """``"epoch"`` or ``"step"``; None if only the experiment itself knows."""
     config_class: type | None = None
@@ -132,14 +132,16 @@ def _experiments_of(module: Any) -> list[str]:
 
 
 def _found(thing: Any, path: str) -> FoundExperiment:
+    from hookline.training.experiment import Experiment
+
     if not callable(thing):  # one that exists already would be no run of the seed, the same for every strategy
         raise OptionError(
             f"{path} is {thing!r}, and hookline run takes an Experiment: its class, or a function that makes one."
         )
-    if isinstance(thing, type) and not any(hasattr(thing, name) for name in ("train_step", "loss_fn")):
+    if isinstance(thing, type) and not issubclass(thing, Experiment):
         raise OptionError(
-            f"{path} is the class {thing.__name__}, which is no Experiment and has no train_step or loss_fn; "
-            "derive it from hookline.Experiment, or name a function that makes an experiment."
+            f"{path} is the class {thing.__name__}, which is no Experiment: derive it from hookline.Experiment, or "
+            "name a function that makes one."
         )
     name = getattr(thing, "name", "") or getattr(thing, "__name__", "")
     declared = {key: getattr(thing, key) for key in _DECLARED if hasattr(thing, key)}
@@ -221,11 +223,7 @@ def make_experiment(run: Run, found: FoundExperiment, strategy: str) -> RunExper
     """Return the experiment of a strategy, seeded, on its device, with its share of the data."""
     seed_everything(run.seed)
     made = _make(run, found, strategy)
-    device = device_of(local_device(run.device))
-    if hasattr(made.experiment, "to"):
-        made.experiment.to(device)
-    else:
-        made.experiment.model.to(device)
+    made.experiment.to(device_of(local_device(run.device)))
     if run.with_compile:
         made.experiment.model.compile()
     rank, ranks = launched_ranks()
@@ -239,16 +237,14 @@ def make_experiment(run: Run, found: FoundExperiment, strategy: str) -> RunExper
 
 
 def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
+    from hookline.training.experiment import Experiment
+
     config = make_config(run, found)
     made = found.make(config, strategy)
-    if not hasattr(made, "model"):
-        raise OptionError(
-            f"{found.path} gave {made!r}, and hookline run takes an Experiment, or something with its attributes "
-            "(model, optimizer, loader, …)."
-        )
-    loop = "step" if run.steps is not None else str(found.loop or getattr(made, "loop", "epoch"))
-    own = getattr(made, "config", None)
-    places = [run, config, SimpleNamespace(**own) if isinstance(own, Mapping) else own]
+    if not isinstance(made, Experiment):
+        raise OptionError(f"{found.path} gave {made!r}, and hookline run takes an Experiment.")
+    loop = "step" if run.steps is not None else str(found.loop or made.loop)
+    places = [run, config, SimpleNamespace(**made.config) if isinstance(made.config, Mapping) else made.config]
 
     def option(name: str, places: Sequence[Any]) -> Any:
         return next((value for one in places if (value := getattr(one, name, None)) is not None), None)
@@ -286,7 +282,7 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     kernels = cudnn.deterministic, cudnn.benchmark
-    fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
+    fills = memory.fill_uninitialized_memory
     precision = matmul_precision and torch.get_float32_matmul_precision()
     try:
         if deterministic:
@@ -301,23 +297,8 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         cudnn.deterministic, cudnn.benchmark = kernels
         memory.fill_uninitialized_memory = fills
-        torch.set_num_threads(threads)
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
-
-
-def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:
-    """Set the number of torch threads: as asked, else as the run that is resumed had it, else torch's own number.
-
-    Return it, and a sentence where it is another than before: that may change the last bits of sums.
-    """
-    import torch
-
-    number = asked or recorded or torch.get_num_threads()
-    torch.set_num_threads(number)
-    if recorded in (None, number):
-        return number, ""
-    return number, f"Torch threads: {number}, and {recorded} before: results may differ in their last bits."
 
 
 def device_of(name: str | None) -> Any:
@@ -362,13 +343,7 @@ def local_device(name: str | None) -> str | None:
 
     if launched_ranks()[1] == 1 or name not in (None, "cuda") or not torch.cuda.is_available():
         return name
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise OptionError(
-            f"Process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Next: "
-            f"torchrun --nproc-per-node {torch.cuda.device_count()}, or --device cpu."
-        )
-    return f"cuda:{local}"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
-from hookline.errors import HooklineError, OptionError
+from hookline.errors import ConfigError, HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, Place, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
@@ -40,7 +40,7 @@ _EXPERIMENT: Final = Option(
     ("experiment",),
 )
 _NOT_IN_LOOP: Final = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}
-_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "sinks")
+_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "sinks")
 _OF_SCRIPTS: Final = (*_OF_HOOKS, "command", "snapshot_every", "output_dir", "name", "console", "report", "run_group")
 """What a run file says to a trainer, or to a script: the rest is theirs to decide."""
 _MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink")
@@ -128,18 +128,17 @@ def read(arguments: Sequence[str]) -> Asked:
     if is_script:
         refuse_words(unknown, _options(None), "hookline run")
         return Asked(_script(command, flags, how, sources), None, how, flags)
-    found, faults = _find(named, document)
-    if found is not None:
-        flags, _, unknown = _flags(words, found)
-        refuse_words(unknown, _options(found), f"hookline run {found.path}")
+    found = _find(named, None if "experiment" in flags else document)
+    flags, _, unknown = _flags(words, found)
+    refuse_words(unknown, _options(found), f"hookline run {found.path}")
     if document is not None and how.config is None:
         flags.pop("experiment", None)  # it named the file
-    if found is not None and how.resume:
+    if how.resume:
         saved, before = _saved(found, _merged(file, flags))
         sources += [saved] if document is None else []
         flags = _merged(before, flags)
     sources.append(Source(flags, flag_of))
-    run = _validated(sources, found, faults, is_unknown=found is None)
+    run = _validated(sources, found)
     return Asked(run, found, how, _picked(run.model_dump(exclude_unset=True), flags))
 
 
@@ -166,7 +165,7 @@ def read_file(path: str | Path, *, of_script: bool = False) -> Run:
     if len(kept) < len(source.values):
         others = ", ".join(sorted(set(source.values) - set(kept)))
         logger.info("%s: the trainer decides about %s", path, others)
-    return _validated([source._replace(values=kept)], None, [])
+    return _validated([source._replace(values=kept)], None)
 
 
 def _only(values: Values, keys: Sequence[str]) -> Values:
@@ -190,7 +189,7 @@ def _script(command: Sequence[str], flags: Values, how: How, sources: Sequence[S
             "it prints. Next: leave it out, or give it to the script, behind the --."
         )
     given = Source(flags | ({"command": list(command)} if command else {}), flag_of)
-    return _validated([*(one._replace(values=_only(one.values, _OF_SCRIPTS)) for one in sources), given], None, [])
+    return _validated([*(one._replace(values=_only(one.values, _OF_SCRIPTS)) for one in sources), given], None)
 
 
 # -- flags -----------------------------------------------------------------------------------------------------
@@ -275,9 +274,8 @@ def _source(document: Document) -> Source:
     values = document.settings("experiment: NAME, strategy, config")
 
     def in_file(path: KeyPath) -> KeyPath:
-        """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""
-        listed = {("hooks", "names"): path[2:], ("specs",): path[1:]}
-        others = [("hooks", *rest) for start, rest in listed.items() if path[: len(start)] == start]
+        """Return the path by which the file has a value: there ``hooks`` may be a list of names."""
+        others = [("hooks", *path[2:])] if path[:2] == ("hooks", "names") else []
         return max([path, *others, ("config", *path)], key=lambda one: _depth(values, one) - len(one) + len(path))
 
     given = object_of_hooks({key: value for key, value in values.items() if value is not None})
@@ -321,39 +319,35 @@ def _saved(found: FoundExperiment, given: Values) -> tuple[Source, Values]:
     return Source(run, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}"), flags
 
 
-def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:
-    """Return the experiment, or what is wrong with its name."""
-    if isinstance(named, str):
-        try:
-            return find_experiment(named), []
-        except HooklineError as error:
-            return None, [(("experiment",), str(error))]
-    if named is not None:
-        return None, []  # no text, as the validation says
-    if file is not None:
+def _find(named: Any, document: Document | None) -> FoundExperiment:
+    """Return the experiment; raise, with its place in the file that names it, if there is none of that name."""
+    if named is None:
         what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
-        return None, [((), f"{file.path} does not say what to run: {what}.")]
-    raise OptionError(
-        f"hookline run needs an experiment: {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
-        "script, behind --: hookline run --hooks norms -- python train.py."
-    )
+        if document is not None:
+            raise ConfigError(f"{document.path} does not say what to run: {what}.")
+        raise OptionError(
+            f"hookline run needs an experiment: {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
+            "script, behind --: hookline run --hooks norms -- python train.py."
+        )
+    try:
+        return find_experiment(str(named))
+    except HooklineError as error:
+        if document is None:
+            raise
+        raise ConfigError(f"{document.place(('experiment',))}: {error}") from None
 
 
 # -- one value, validated once ---------------------------------------------------------------------------------
 
 
-def _validated(
-    sources: Sequence[Source], found: FoundExperiment | None, faults: list[Fault], *, is_unknown: bool = False
-) -> Run:
+def _validated(sources: Sequence[Source], found: FoundExperiment | None) -> Run:
     """Return the run of all sources, the later ones over the earlier; raise one error with all that is wrong."""
     given: Values = {}
+    faults: list[Fault] = []
     for source in sources:
-        faults = faults + ([] if found is None else _lift(source.values, found))
+        faults += [] if found is None else _lift(source.values, found)
         given = _merged(given, source.values)
-    groups = None if is_unknown else {} if found is None else found.hook_sets
-    place = _place_in(sources)
-    run: Run = validated(Run, given, place, faults, found=found, groups=groups)
-    run._place = place
+    run: Run = validated(Run, given, _place_in(sources), faults, found=found)
     return run
 
 

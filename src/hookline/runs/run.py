@@ -19,15 +19,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     StrictBool,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from hookline.runs.documents import Place, Spec, collected
-from hookline.runs.flags import KeyPath, Option, Show, options_of_model
+from hookline.runs.documents import Spec, collected
+from hookline.runs.flags import Option, Show, options_of_model
 
 _LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
@@ -69,10 +68,9 @@ _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.find:device_of")
 
 
-def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
-    """Return the groups of hooks that the experiment has; None if it cannot be found, so that nothing is known."""
-    groups: Mapping[str, Sequence[str]] | None = (info.context or {}).get("groups", {})
-    return groups
+def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]]:
+    """Return the groups of hooks that the experiment has; none where there is no experiment."""
+    return getattr((info.context or {}).get("found"), "hook_sets", {})
 
 
 Every = StrictBool | Annotated[int, Field(ge=1)]
@@ -119,10 +117,9 @@ class Hooks(_Part):
     def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
         from hookline.runs.build import hooks_of_group
 
-        groups = _groups(info)
-        if group is not None and groups is not None:
+        if group is not None:
             with collected() as faults, faults.at():
-                hooks_of_group(group, groups)
+                hooks_of_group(group, _groups(info))
         return group
 
     @field_validator("config")
@@ -150,10 +147,9 @@ class Hooks(_Part):
         """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
         from hookline.runs.build import chosen_hooks
 
-        groups = _groups(info)
-        if not {"with_hooks", "names"} <= set(info.data) or (groups is None and info.data["with_hooks"]):
+        if not {"with_hooks", "names"} <= set(info.data):
             return None
-        return chosen_hooks(info.data["with_hooks"], info.data["names"], groups or {})
+        return chosen_hooks(info.data["with_hooks"], info.data["names"], _groups(info))
 
 
 class Sink(_Part):
@@ -163,14 +159,6 @@ class Sink(_Part):
     """"package.module:Class", "file.py:Class", or a name: of an entry point, or of a class of hookline.sinks."""
     options: dict[str, Any] = {}
     """Its arguments."""
-
-    @model_validator(mode="after")
-    def _takes_its_options(self) -> Sink:
-        from hookline.runs.build import check_arguments
-
-        with collected() as faults, faults.at("options"):
-            check_arguments(self.sink, self.options)
-        return self
 
 
 class Sinks(_Part):
@@ -225,12 +213,6 @@ class Sinks(_Part):
         return {name: file.format(strategy=strategy) for name, file in self.FILES.items() if name in self.chosen()}
 
 
-def _one_list(value: Any) -> Any:
-    if isinstance(value, list):  # where there are no specs it is an object by now, see `object_of_hooks`
-        raise ValueError("hooks on modules are here and under specs; put them into one list.")
-    return value
-
-
 def _words(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
@@ -271,16 +253,12 @@ class Run(_Part):
     """Have torch take deterministic kernels where it has any."""
     matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, Show(group=_TRAINING)] = None
     """How exactly a GPU multiplies float32 matrices."""
-    threads: Annotated[int | None, Field(ge=1), Show("N", group=_TRAINING)] = None
-    """Threads of torch on the CPU. If left out: those of the run that is resumed, or torch's own number."""
-    hooks: Annotated[Hooks, BeforeValidator(_one_list)] = Field(default_factory=Hooks)
+    hooks: Hooks = Field(default_factory=Hooks)
     """Lifecycle hooks, and how they are made; or a list of their names."""
     specs: list[Spec] = []
     """Hooks on modules, see `HookSpec`."""
     hook_specs: Annotated[str | None, _SPEC_FILE, Show("FILE", group=_HOOKS)] = None
     """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
-    enable_hooks: bool = True
-    """Whether the hooks on modules are attached."""
     sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
     output_dir: Annotated[str, Show("DIR", group=_OUTPUT)] = "runs"
@@ -301,12 +279,6 @@ class Run(_Part):
     any case."""
     validate_checkpoints: Annotated[Every, Show("[N]", group=_SAVING)] = False
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
-    _place: Place | None = PrivateAttr(default=None)
-
-    def place(self, path: KeyPath) -> str:
-        """Return where a value was given, for messages; only of a run that was read."""
-        assert self._place is not None
-        return self._place(path)
 
     @field_validator("strategy")
     @classmethod
@@ -340,15 +312,9 @@ class Run(_Part):
 
 
 def object_of_hooks(values: Any) -> Any:
-    """Return `values` with ``hooks`` as an object: it may be a list, of names or of the specs that a server takes."""
+    """Return `values` with ``hooks`` as an object: it may be a list of names."""
     listed = values.get("hooks") if isinstance(values, Mapping) else None
-    if not isinstance(listed, list):
-        return values
-    if all(isinstance(entry, str) for entry in listed):
-        return {**values, "hooks": {"names": listed}}
-    if "specs" in values:  # told as a mistake
-        return values
-    return {**{key: value for key, value in values.items() if key != "hooks"}, "specs": listed}
+    return {**values, "hooks": {"names": listed}} if isinstance(listed, list) else values
 
 
 @cache

@@ -1,7 +1,7 @@
 """Run the strategies of a run, each from its seed to the end of training.
 
 ``hookline run`` makes a `Session` and calls `run` for each strategy; it gets `Ended`. The order: experiment, hooks on
-modules, folder, threads, manager, training, ``run.json``.
+modules, folder, manager, training, ``run.json``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,8 @@ from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.log import FanOut
 from hookline.runs.build import build
-from hookline.runs.find import (
-    RunExperiment,
-    from_rank_zero,
-    is_first_rank,
-    launched_ranks,
-    make_experiment,
-    set_threads,
-)
-from hookline.runs.folder import (
-    LOG,
-    RunFailed,
-    RunNotes,
-    checkpoints_in,
-    model_facts,
-    new_folder,
-    newest_run,
-    read_run_json,
-)
+from hookline.runs.find import RunExperiment, from_rank_zero, is_first_rank, launched_ranks, make_experiment
+from hookline.runs.folder import LOG, RunFailed, RunNotes, checkpoints_in, model_facts, new_folder, newest_run
 from hookline.runs.read import placed_files
 from hookline.training.checkpoints import Checkpoints, lock_folder
 from hookline.training.experiment import bare_model
@@ -93,16 +77,13 @@ class Session:
             stack.enter_context(self._built.attached(made))  # first, as factories and sinks may raise
             sinks = self._make_sinks(made)
             folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
-            threads, change = set_threads(self._run.threads, read_run_json(folder).get("threads"))
-            if change:
-                self._shown.say(change)
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             log = folder / LOG if self.hooks else None
             manager = self._built.make_manager(self.hooks, loop_type=made.loop, sinks=FanOut(sinks, log=log))
             stack.callback(manager.close)
             notes = RunNotes(folder, manager, sinks, is_written=is_first_rank())
-            notes.begin(self._facts(made, strategy, threads))
+            notes.begin(self._facts(made, strategy))
             return self._train(made, strategy, folder, manager, notes, resume=resume)
 
     # -- before ----------------------------------------------------------------------------------------------
@@ -121,7 +102,7 @@ class Session:
         folder = newest_run(output_dir, name, strategy) if self._asked.how.resume else None
         return (new_folder(output_dir, name, strategy), False) if folder is None else (folder, True)
 
-    def _facts(self, made: RunExperiment, strategy: str, threads: int) -> dict[str, Any]:
+    def _facts(self, made: RunExperiment, strategy: str) -> dict[str, Any]:
         """Return what is known of the run before it begins."""
         run = self._run
         return {
@@ -134,7 +115,6 @@ class Session:
             "run": placed_files(run.model_dump(exclude_unset=True), Path.cwd()) | {"run_group": self._group},
             "flags": placed_files(self._asked.flags, Path.cwd()),
             "seed": run.seed,
-            "threads": threads,
             "ranks": launched_ranks()[1],
             **model_facts(bare_model(made.experiment.model)),
         }

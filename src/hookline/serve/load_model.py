@@ -1,7 +1,7 @@
 """Load a model and its tokenizer from a local folder, or make the model alone from its configuration.
 
-``hookline serve --model`` and programs call `load`, and give both to `Engine`; ``hookline find`` and ``hookline check``
-call `make_empty`. Nothing is downloaded, no code of the folder is run, and weights are read from safetensors alone.
+``hookline serve --model`` and programs call `load`, and give both to `Engine`; ``hookline find`` and ``doctor`` call
+`make_empty`. Nothing is downloaded, no code of the folder is run, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations

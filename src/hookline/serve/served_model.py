@@ -62,7 +62,6 @@ class ServedModel:
         self._states = {source: torch.empty_like(states[0], device="meta") for source, states in found.items()}
         """What each source of hidden states has for one token, without the numbers."""
         self._sources = remembered(self._find_sources)
-        self._asked = remembered(self._ask)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -95,18 +94,13 @@ class ServedModel:
         states = None
         if request.states is not None:
             prompt = len(request.prompt_ids)
-            sources, most = self._asked(request.states, prompt, prompt + max(request.max_tokens, 1) - 1)
+            request.states.check(prompt)
+            sources = self._sources(request.states)
+            end = prompt + max(request.max_tokens, 1) - 1  # of an answer, the last token is never run
+            count = len(request.states.places(0, end, prompt))
+            most = sum(count * self._states[source].nbytes for source in sources)
             states = RequestStates(request.id, request.states, prompt, sources, most)
         return RequestRow(request, on_event, tokenizer=self.tokenizer, end_tokens=self._end_tokens, states=states)
-
-    def _ask(self, wanted: StatesWanted, prompt: int, end: int) -> tuple[list[StateSource], int]:
-        """Return the sources of what is wanted, and the most bytes that it can come to.
-
-        Forwards run the tokens before ``end``: not the last one of an answer.
-        """
-        wanted.check(prompt, end - 1)
-        sources, count = self._sources(wanted), len(wanted.places(0, end, prompt))
-        return sources, sum(count * self._states[source].nbytes for source in sources)
 
     def _find_sources(self, wanted: StatesWanted) -> list[StateSource]:
         """Return the sources that a request asks for, each once; raise if there is none for a name."""

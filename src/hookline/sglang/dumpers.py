@@ -317,7 +317,7 @@ _CORE_FIELDS: Final = (
     *("position_ids", "cu_seqlens_q", "cu_seqlens_kv", "qkv_format"),
 )
 """What ``core`` dumps of the model's arguments, and of the batch among them."""
-_LAYER: Final = re.compile(r"(?:.*\.)?layers\.(\d+)(?=\.|$)")
+_LAYER: Final = re.compile(r"(?:.*\.)?layers\.(\d+)")
 _LAYERS: Final[weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
 """The layers of all models that hooks of a dumper are on, with their numbers."""
 
@@ -338,12 +338,10 @@ def _attach_hooks(model: nn.Module, dump: Callable[..., None], mode: str) -> Han
         see(site.name, "output", value)
 
     def see(module_name: str, part: str, value: Any) -> None:
-        layer = _LAYER.match(module_name)
-        tags = {"layer_id": int(layer[1])} if layer else {}
         name = f"non_intrusive__{module_name}.{part}" if module_name else f"non_intrusive__{part}"
         tensors = [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor)]
         for path, tensor in tensors:
-            dump(name if len(tensors) == 1 else f"{name}.{path}", tensor, **tags)
+            dump(name if len(tensors) == 1 else f"{name}.{path}", tensor)
 
     handles = HandleSet()
     options: dict[str, Any] = {"observe": True, "name": "dumper"}

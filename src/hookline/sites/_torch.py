@@ -5,8 +5,8 @@ The heading of each part says who uses it. A private name of torch that another 
 2.13, where nothing else is said. Used where they are needed, and not wrapped here, are four old attributes:
 ``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
 
-Some functions count frames above them (`caller`, `called_by_us`, `backward_hooks_of_call`): one more call between them
-and torch breaks them. `_WIRING` names files of ``sites.gradients``: renaming one of these changes it too.
+Some functions count frames above them (`called_by_us`, `backward_hooks_of_call`): one more call between them and torch
+breaks them. `_WIRING` names files of ``sites.gradients``: renaming one of these changes it too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
@@ -183,15 +183,6 @@ IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 """The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
 
 
-def caller() -> nn.Module | None:
-    """Return the module whose ``_call_impl`` is being called, for what stands in for that method on the instance.
-
-    To be called by the ``__call__`` of the stand-in itself: it looks two frames up.
-    """
-    module = sys._getframe(2).f_locals.get("self")
-    return module if isinstance(module, nn.Module) else None
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether torch itself calls backward hooks for the module, its own or global ones."""
     # Looked up at each call: torch's own tests put other dictionaries in the place of the global ones.
@@ -205,13 +196,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def is_own_output(node: Any, since: int, module: nn.Module) -> bool:
     """Return whether a node is as young as a call of a module for which torch calls no backward hooks itself."""
-    return (
-        since <= node._sequence_nr() < _LEAF_SEQUENCE
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-        and not module_py._global_backward_hooks
-        and not module_py._global_backward_pre_hooks
-    )
+    return made_since(node, since) and not has_backward_hooks(module)
 
 
 def backward_hooks_of_call(depth: int) -> Any:
@@ -427,8 +412,8 @@ _ASKS_FOR_MODES: Final = frozenset(
 class ModeStack:
     """One of torch's two stacks of modes: of function modes, or of dispatch modes. Each thread has its own."""
 
-    def __init__(self, *, height: Any, at: Any, push: Any, pop: Any) -> None:
-        self._height, self._at, self._push, self._pop = height, at, push, pop
+    def __init__(self, *, height: Any, push: Any, pop: Any) -> None:
+        self._height, self._push, self._pop = height, push, pop
 
     def slip_under(self, mode: Any) -> None:
         """Put a mode under those that are there, so that whoever leaves their block takes off their own.
@@ -456,13 +441,11 @@ class ModeStack:
 
 FUNCTION_MODES: Final = ModeStack(
     height=torch._C._len_torch_function_stack,
-    at=torch._C._get_function_stack_at,
     push=torch._C._push_on_torch_function_stack,
     pop=torch._C._pop_torch_function_stack,
 )
 DISPATCH_MODES: Final = ModeStack(
     height=torch._C._len_torch_dispatch_stack,
-    at=torch._C._get_dispatch_stack_at,
     push=torch._C._push_on_torch_dispatch_stack,
     pop=functools.partial(torch._C._pop_torch_dispatch_stack, None),
 )
@@ -816,36 +799,6 @@ def never_recomputed() -> Iterator[None]:
         meta["recompute"] = before
 
 
-def compiled_code() -> list[CodeType]:
-    """Return the code objects of this process that have compiled versions."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is None or not frames.input_codes.seen:
-        return []
-    seen = filter(None, (ref() for ref in list(frames.input_codes.seen)))
-    return [code for code in seen if torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)]
-
-
-def guards_of(code: CodeType) -> list[str]:
-    """Return what must be so for each of the compiled versions, as a text: it has the ids of the classes that are
-    met.
-    """
-    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    return [str(entry.guard_manager) for entry in entries]
-
-
-def skips_guards() -> bool:
-    """Return whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is
-    on.
-    """
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return bool(getattr(getattr(frames, "_stance", None), "skip_guard_eval_unsafe", False))
-
-
-def forget_compiled(code: CodeType) -> None:
-    """Forget the compiled versions of ``code``: it is compiled again at its next call."""
-    torch._C._dynamo.eval_frame.reset_code(code)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
@@ -873,13 +826,6 @@ def exporting() -> bool:
 def capturing() -> bool:
     """Return whether what runs is being recorded as a CUDA graph (0.05 µs where CUDA was never used)."""
     return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
-
-
-def replays_graph(module: nn.Module) -> bool:
-    """Return whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the
-    forward.
-    """
-    return getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs"
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -939,24 +885,10 @@ identity_of: Final[Callable[[Tensor], int]] = operator.attrgetter("_cdata")
 """Which insides a tensor object has; ``torch.utils.swap_tensors`` exchanges those of two objects."""
 
 
-class _Probe:
-    """An object whose attribute is set, to see whether that is noticed."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
-def which_dict_version(found: Callable[[dict[str, Any]], int] | None) -> Callable[[dict[str, Any]], int] | None:
-    """Return ``found`` if it notices that an attribute of an object is set, else None. CPython 3.13.0 tells nobody."""
-    if found is None:
-        return None
-    probe = _Probe()
-    before = found(vars(probe))
-    probe.value = 1
-    return found if found(vars(probe)) != before else None
-
-
-dict_version: Final = which_dict_version(getattr(getattr(torch._C._dynamo, "guards", None), "dict_version", None))
+_HAS_WATCHERS: Final = sys.version_info[:3] != (3, 13, 0)  # which tells nobody that an attribute of an object is set
+dict_version: Final[Callable[[dict[str, Any]], int] | None] = (
+    getattr(getattr(torch._C._dynamo, "guards", None), "dict_version", None) if _HAS_WATCHERS else None
+)
 """Return a number that is another one after any change of a plain dictionary (0.1 µs; guards of compiled code go by
 it): that of CPython itself up to 3.11, from 3.12 on one that torch keeps by CPython's watchers. None where torch has
 none, or one that misses changes. On 2.11 to 2.15."""

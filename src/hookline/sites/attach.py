@@ -1,4 +1,4 @@
-"""Attach a hook to modules: the verb ``attach``, and what the other verbs share.
+"""Attach a hook to modules: the verb ``attach``, and what the other verbs share; `clip_gradients` and `freeze` by it.
 
 Users call `attach`; ``debug``, ``analyses``, ``metta``, ``factories``, ``sglang`` and ``engines`` call it for hooks of
 their own. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and returns a
@@ -15,24 +15,30 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+import torch
+from torch import Tensor, linalg, nn
 
-from hookline.errors import HookReturnError, HookSignatureError, OptionError
-from hookline.messages import type_name
+from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
-from hookline.sites.handle import HookHandle
+from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
-from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
-from hookline.sites.module_hooks import LOCK, add_entries, sweep
-from hookline.sites.parameters import attach_to_parameters, select_parameters
+from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
+from hookline.sites.module_hooks import LOCK, add_entries
+from hookline.sites.parameters import (
+    NamedParameter,
+    attach_to_parameters,
+    is_below,
+    named_parameters,
+    select_parameters,
+)
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
-from hookline.sites.targets import Named, check_model, choose, describe, found_by
+from hookline.sites.targets import Named, check_model, choose, describe, found_by, select
 
 if TYPE_CHECKING:
-    from hookline.hook_types import Hook, Scope, Target
-    from hookline.sites.hook_at_site import Attachment
+    from collections.abc import Callable
+
+    from hookline.hook_types import Grads, Hook, Scope, Target
 
 _MISSING: Any = object()
 _PLAIN: Final = AttachOptions()
@@ -181,8 +187,8 @@ def new_attachment(
 
 def _check_options(options: AttachOptions, kind: Kind) -> None:
     """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
-    for option, kinds in KINDS_OF_OPTION.items():
-        if getattr(options, option) and kind not in kinds:
+    for option in KINDS_OF_OPTION:
+        if getattr(options, option):
             kind.check_option(option)
     if options.scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {options.scope!r}.")
@@ -207,44 +213,102 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         attachment.context = open_context()
     handle = HookHandle(attachment)
     with LOCK:
-        sweep()
         try:
             add_entries(attachment, model, chosen)
         except BaseException:
             handle.remove()
             raise
-        if attachment.kind in REGISTRATION_KINDS:
-            register_with_torch(attachment)
         return handle
 
 
-# -- what is stored in a module ------------------------------------------------------------------------------------
-# torch keeps such hooks for the whole process alone, runs them in the order they came, and walks them live: one that
-# comes or goes while another runs makes torch raise.
-
-_STORED: Final = dict(zip(REGISTRATION_KINDS, (nn.Module, nn.Parameter, Tensor), strict=True))
-"""What the hooks of each kind may return, to be stored in place of what they were shown."""
+# -- gradients that are bounded or dropped: by hooks on parameters and on what modules send to their inputs ------------
+# Nothing here reads a number on the host: that would wait for the device at every gradient.
 
 
-def register_with_torch(attachment: Attachment) -> None:
-    """Have torch run the hook for the modules of its entries, until it is removed; for all, if it is for everywhere."""
-    wanted: type = _STORED[attachment.kind]
+def clip_gradients(
+    model: nn.Module, target: Target = None, *, value: float | None = None, norm: float | None = None
+) -> HandleSet:
+    """Bound the gradients of the named modules, tensor by tensor.
 
-    def run(module: nn.Module, name: str, value: Any) -> Any:
-        for entry in attachment.members():
-            if attachment.everywhere or entry.container.module() is module:
-                entry.count()
-                result = entry.call(module, (name, value))
-                if result is None or attachment.order_group is OrderGroup.OBSERVE:
-                    return None
-                if isinstance(result, wanted):
-                    return result
-                raise HookReturnError(
-                    f"{attachment.kind.value} hook {attachment.name!r}, shown {name!r}, must return a "
-                    f"{wanted.__name__} or None, but got {type_name(result)}."
-                )
-        return None
+    Recipe::
 
-    what = attachment.kind.removeprefix("register_")
-    handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
-    attachment.on_remove = lambda attachment: handle.remove()
+        with hookline.clip_gradients(model, "layers.#", value=1.0):
+            loss.backward()
+
+    Bounded are the ``.grad`` of every parameter of those modules (children included), each time a backward
+    has accumulated into it, and the gradient each of those modules sends to its inputs. ``value`` clamps every
+    element to ±value; ``norm`` scales a tensor down to that 2-norm if it is above.
+    """
+    if (value is None) == (norm is None):
+        raise OptionError("clip_gradients takes either value= or norm=.")
+    bound = value if value is not None else norm
+    if not isinstance(bound, int | float) or not bound > 0:
+        raise OptionError(f"clip_gradients needs a bound above 0, got {bound!r}.")
+    clip = _shrink(bound) if value is None else lambda grad: grad.clamp(-bound, bound)
+
+    def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
+        return tuple(None if grad is None else clip(grad) for grad in grad_input)
+
+    def clip_parameter(parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            parameter.grad = grad.coalesce()
+            parameter.grad.values().copy_(clip(parameter.grad.values()))
+        elif grad is not None:
+            grad.copy_(clip(grad))
+
+    on_parameters = _hook_parameters(model, target, clip_parameter, "clip_gradients")
+    try:
+        on_modules = attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients")
+    except BaseException:
+        on_parameters.remove()
+        raise
+    return HandleSet([on_parameters, on_modules])
+
+
+def freeze(model: nn.Module, target: Target = None) -> HookHandle:
+    """Keep the parameters of the named modules as they are, without touching gradients anywhere else.
+
+    Recipe::
+
+        with hookline.freeze(model, "backbone"):
+            train(model)
+
+    Their ``.grad`` is dropped now, and whenever a backward has filled it, and does not come back; so no optimizer
+    moves them, by momentum or weight decay neither. What flows through the modules to those below is unchanged. A
+    weight that another module shares is frozen there too; buffers, such as BatchNorm's statistics, still move.
+    """
+    handle = _hook_parameters(model, target, _drop_gradient, "freeze")
+    for _, module in select(model, target):
+        for parameter in module.parameters():
+            _drop_gradient(parameter)
+    return handle
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) -> HookHandle:
+    """Hook the trained parameters of the named modules, each once; a module without any is no error here."""
+    modules = {name for name, _ in select(model, target)}
+    chosen: dict[int, NamedParameter] = {}
+    for each in named_parameters(model):
+        if each.parameter.requires_grad and is_below(each.name, modules):
+            chosen.setdefault(id(each.parameter), each)
+    attachment = new_attachment(hook, Kind.PARAM_GRAD, AttachOptions(name=name))
+    return attach_to_parameters(attachment, model, list(chosen.values()))
+
+
+def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that scales a gradient down to the 2-norm ``bound`` if it is above."""
+
+    def shrink(grad: Tensor) -> Tensor:
+        # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
+        # within the bound is multiplied by exactly 1. 1e-38 stands in for a norm of 0.
+        norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
+        shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)
+        return shrunk
+
+    return shrink

@@ -18,25 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules import module as torch_module
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
-from hookline.sites.attach import new_attachment, register_with_torch
+from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.call_gradients import CallState
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer
-from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
-from hookline.sites.module_hooks import (
-    FIRST_PRE,
-    LAST_PRE,
-    LOCK,
-    Slot,
-    add_entries,
-    existing_hooks,
-    hooks_of_module,
-    sweep,
-)
+from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.kinds import MODULE, OPTIMIZER, STORED, Kind
+from hookline.sites.module_hooks import FIRST_PRE, LAST_PRE, LOCK, Slot, add_entries, existing_hooks, hooks_of_module
 from hookline.sites.optimizers import hook_optimizers_everywhere
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
@@ -69,7 +60,7 @@ def attach_everywhere(
     the outermost module. With ``step_pre`` and ``step_post`` it is put on every optimizer of the process instead;
     registration hooks also see modules that are built later.
     """
-    site_type = OPTIMIZER if str(on) in (Kind.STEP_PRE, Kind.STEP_POST) else MODULE
+    site_type = next((each for each in (STORED, OPTIMIZER) if on in each.args and on not in MODULE.args), MODULE)
     attachment = new_attachment(
         hook,
         Kind.parse(on, site_type),
@@ -83,12 +74,25 @@ def attach_everywhere(
         raise OptionError(f"on={attachment.kind.value!r} goes with the modules of a model: attach(model, '*', hook).")
     if with_kwargs and attachment.kind is Kind.FORWARD_PRE:
         raise OptionError("with_kwargs= does not go with on='forward_pre' here; torch shows no keyword arguments.")
-    if attachment.kind.is_registration:
-        attachment.entries[HookAtSite(attachment, "(every module)", HookContainer(), NO_MODEL)] = None
-        register_with_torch(attachment)
+    return _EVERYWHERE.add(attachment) if site_type is MODULE else _register_with_torch(attachment)
+
+
+def _register_with_torch(attachment: Attachment) -> HookHandle:
+    """Have torch run a hook on all that is stored in any module; torch has no such hooks but for the whole process."""
+    entry = HookAtSite(attachment, "(every module)", HookContainer(), NO_MODEL)
+
+    def run(module: nn.Module, name: str, value: Any) -> Any:
+        entry.count()
+        result = entry.call(module, (name, value))
+        return None if attachment.order_group is OrderGroup.OBSERVE else result
+
+    what = attachment.kind.removeprefix("register_")
+    handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
+    attachment.entries[entry] = None
+    attachment.on_remove = lambda attachment: handle.remove()
+    with LOCK:
         ON_NO_MODEL.add(attachment)
-        return HookHandle(attachment)
-    return _EVERYWHERE.add(attachment)
+    return HookHandle(attachment)
 
 
 class _ModulesEverywhere:
@@ -104,13 +108,12 @@ class _ModulesEverywhere:
 
     def add(self, attachment: Attachment) -> HookHandle:
         with LOCK:
-            sweep()
             attachment.on_remove = self.drop
             self.attachments = (*self.attachments, attachment)
             ON_NO_MODEL.add(attachment)
             self.generation += 1
             if self._global is None:
-                self._global = register_module_forward_pre_hook(self._first_sight)
+                self._global = torch_module.register_module_forward_pre_hook(self._first_sight)
             for model in _existing_models():
                 self._cover(model)
             return HookHandle(attachment)

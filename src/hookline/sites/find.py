@@ -9,8 +9,8 @@ yield, and the guard takes off what an intervention has left by what `attached` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from hookline.sites import _torch
 from hookline.sites.attention import hooked_parts
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import ON_NO_MODEL
-from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks, sweep
+from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks
 from hookline.sites.optimizers import optimizer_entries, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import Layers, with_role
@@ -37,38 +37,27 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 
-class Sites(ShownAsTable, Sequence[Site]):
-    """The sites a target matches; prints as a table and reads as a list.
+class Sites(ShownAsTable, tuple[Site, ...]):
+    """The sites a target matches; a tuple that prints as a table.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = list(sites)
+    __slots__ = ()
 
     @property
     def names(self) -> list[str]:
         """The dotted names."""
-        return [site.name for site in self._sites]
+        return [site.name for site in self]
 
     def hooks(self, site: Site) -> list[str]:
         """Return the hooks on that module: ours by name, other people's by where their code lives."""
         return _hooks_on(site.module)
 
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    @overload
-    def __getitem__(self, index: int) -> Site: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sites: ...
-    def __getitem__(self, index: int | slice) -> Site | Sites:
-        return Sites(self._sites[index]) if isinstance(index, slice) else self._sites[index]
-
     def _table(self) -> Table:
         rows = [
             (site.name or THE_MODEL, site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
-            for site in self._sites
+            for site in self
         ]
         return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
 
@@ -86,7 +75,6 @@ def find(
     The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
-    sweep()
     return Sites(
         [
             Site(name, module)
@@ -108,7 +96,6 @@ def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
     without ``within=``, whichever thread has put them on, and ``attach_everywhere``. Hooks on tensors and graph nodes
     go with these, and are in no list.
     """
-    sweep()
     found = {attachment.order: attachment for attachment in _attachments(where)}
     return [HookHandle(found[order]) for order in sorted(found)]
 
@@ -139,7 +126,6 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
     What a copied or unpickled model has kept of our hooks is cleared away first: it does nothing.
     """
     check_model(model)
-    sweep()
     left: list[str] = []
     for name, place in places_in(model):
         drop_inert(place)

@@ -5,7 +5,7 @@ several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a `HandleSe
 ``report()``.
 
 All that a handle knows is in its `Attachment`, so two handles on one attachment are equal; a copied handle is one that
-is off. `SavedTensors` (``tensors``) is a subclass. Removing holds `LOCK`, and has to work twice, inside a hook, and
+is off. `SavedTensors` (``tensors``) has no attachment. Removing holds `LOCK`, and has to work twice, inside a hook, and
 while the interpreter ends.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Self
 from torch.utils.hooks import RemovableHandle
 
 from hookline.sites.hook_at_site import Attachment, close_context
-from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.module_hooks import LOCK, release_counters, sweep
+from hookline.sites.kinds import Kind
+from hookline.sites.module_hooks import LOCK, release_counters
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 
@@ -29,8 +29,8 @@ _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 _NO_HOOKS_REF = weakref.ref(_NO_HOOKS)
 
 
-class _Handle(RemovableHandle):
-    """Base of both handles: a ``with`` block that removes."""
+class Handle(RemovableHandle):
+    """Base of all handles: a ``with`` block that removes."""
 
     # These stand in for torch's own __init__, which changes its class to count ids, so that Python drops its caches of
     # attributes. torch's code wants a dictionary to point at: here an empty one.
@@ -49,7 +49,7 @@ class _Handle(RemovableHandle):
         self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that never ran is to be expected
 
 
-class HookHandle(_Handle):
+class HookHandle(Handle):
     """One hook on one or many modules, functions, tensors, …
 
     Recipe::
@@ -81,7 +81,6 @@ class HookHandle(_Handle):
             attachment.removed = True
             if attachment.on_remove is not None:
                 attachment.on_remove(attachment)
-            sweep()
             entries = attachment.members()
             for entry in reversed(entries):
                 entry.container.discard(entry)
@@ -110,11 +109,6 @@ class HookHandle(_Handle):
         """Return whether the hook is off."""
         return self._attachment.removed
 
-    @property
-    def alive(self) -> bool:
-        """Return whether the hook is on, and everything that it is on is still there."""
-        return not self.removed and all(entry.container.alive() for entry in self._attachment.members())
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment
 
@@ -122,17 +116,11 @@ class HookHandle(_Handle):
         return hash(id(self._attachment))
 
     def __repr__(self) -> str:
-        report = self.report()
-        site_type = self._attachment.site_type
-        noun = "parameter" if site_type is MODULE and report.kind == Kind.PARAM_GRAD else site_type.noun
-        where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} {noun}s"
-        return f"<HookHandle {report.name} {report.kind} on {where}, fired {report.fired}; {self._state()}>"
+        return f"<HookHandle {self.report()}; {self._state()}>"
 
     def _state(self) -> str:
         """Return whether the hook is on, and how to take it off."""
-        if self.removed:
-            return OFF
-        return ON if self.report().attached else f"{OFF}: what it was on is gone"
+        return OFF if self.removed else ON
 
     def _repr_html_(self) -> str:
         return self.report()._table().with_state(self._state()).html()
@@ -142,7 +130,7 @@ class HookHandle(_Handle):
         return _removed_handle, (self.name, self._attachment.kind.value)
 
 
-class HandleSet(_Handle):
+class HandleSet(Handle):
     """Several handles that come off together, the last one first.
 
     Recipe::
@@ -163,7 +151,7 @@ class HandleSet(_Handle):
         errors: list[BaseException] = []
         for handle in reversed(self._handles):
             try:
-                if isinstance(handle, _Handle):
+                if isinstance(handle, Handle):
                     handle.remove(quiet=quiet)
                 else:
                     handle.remove()
@@ -186,28 +174,13 @@ class HandleSet(_Handle):
         return self._handles[index]
 
     def __repr__(self) -> str:
-        return f"<HandleSet of {len(self._handles)}; {self._state()}>"
-
-    def _state(self) -> str:
-        """Return how many of the handles are on, and how to take them off."""
-        on = sum(map(_is_on, self._handles))
-        return f"{on} on, .remove() takes them off" if on else OFF
+        return f"<HandleSet of {len(self._handles)}>"
 
     def _repr_html_(self) -> str:
-        return self.report()._table().with_state(self._state()).html()
+        return self.report()._table().html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HandleSet, ()
-
-
-def _is_on(handle: RemovableHandle) -> bool:
-    """Return whether a handle, ours or torch's, still has a hook somewhere."""
-    if isinstance(handle, HandleSet):
-        return any(map(_is_on, handle))
-    if isinstance(handle, HookHandle):
-        return not handle.removed
-    hooks = handle.hooks_dict_ref()
-    return hooks is not None and handle.id in hooks
 
 
 def _removed_handle(name: str, kind: str) -> HookHandle:

@@ -139,15 +139,14 @@ class ForwardCounter:
         current.calls = {}
         current.by_part = by_part
         current.order = next_order()
-        model = self.model()
-        current.training = model is None or model.training
+        current.training = self.training_now()
         current.gradients = torch.is_grad_enabled() if gradients is None else gradients
         for hooks in tuple(self.hooked):
             hooks.keep_places()
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():
-            _warn_captured(type(model).__name__)
+            _warn_captured(type(self.model()).__name__)
 
     def begin_by_part(self) -> None:
         """Begin a forward with the call of a part that stands in for the model."""
@@ -160,8 +159,7 @@ class ForwardCounter:
         Where parts of the model are called without it, its mode decides: gradients may be off for one part alone (a
         frozen one, or one that is checkpointed).
         """
-        current, model = self.here, self.model()
-        training = model is None or model.training
+        current, training = self.here, self.training_now()
         if current.training is training:
             return training, current.gradients
         return training, training or torch.is_grad_enabled()
@@ -320,10 +318,6 @@ class HookContainer:
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off, unless it is off already, or torch's own handle does that."""
-
-    def alive(self) -> bool:
-        """Return whether the place is still there."""
-        return True
 
 
 class HookAtSite:

@@ -64,7 +64,7 @@ class Kind(StrEnum):
     PARAM_GRAD = "param_grad"
     """When a backward pass has accumulated into a parameter's ``.grad``: ``(parameter)``."""
     REGISTER_MODULE = "register_module"
-    """Before a submodule is stored in the module: ``(module, name, submodule)``; may return another."""
+    """Before a submodule is stored in any module: ``(module, name, submodule)``; may return another."""
     REGISTER_PARAMETER = "register_parameter"
     """Before a parameter is: ``(module, name, parameter)``; may return another."""
     REGISTER_BUFFER = "register_buffer"
@@ -79,8 +79,6 @@ class Kind(StrEnum):
     """Before a graph node runs: ``(grad_outputs)``; may return others."""
     NODE_POST = "node_post"
     """After it: ``(grad_inputs, grad_outputs)``; may return other ``grad_inputs``."""
-    SAVED_TENSORS = "saved_tensors"
-    """When autograd keeps a tensor for the backward pass, and when it takes it out again."""
 
     __hash__ = str.__hash__  # the hash of an enum is a Python call, at each look into a dictionary of kinds
 
@@ -109,11 +107,6 @@ class Kind(StrEnum):
     def is_gradient(self) -> bool:
         """Return whether ``sites.gradients`` fires it; not so ``full_backward``, which torch fires."""
         return self in GRADIENT_KINDS
-
-    @property
-    def is_registration(self) -> bool:
-        """Return whether it fires when something is stored in a module."""
-        return self in REGISTRATION_KINDS
 
     @property
     def is_call(self) -> bool:
@@ -182,9 +175,6 @@ MODULE: Final = SiteType(
         ),
         Kind.LOAD_STATE_DICT_POST: ("module", "incompatible_keys"),
         Kind.PARAM_GRAD: ("parameter",),
-        Kind.REGISTER_MODULE: ("module", "name", "submodule"),
-        Kind.REGISTER_PARAMETER: ("module", "name", "parameter"),
-        Kind.REGISTER_BUFFER: ("module", "name", "buffer"),
     },
     _POST_ALIASES,
 )
@@ -218,8 +208,16 @@ NODE: Final = SiteType(
     {Kind.NODE_PRE: ("grad_outputs",), Kind.NODE_POST: ("grad_inputs", "grad_outputs")},
     {"pre": "node_pre", "post": "node_post"},
 )
-SAVED: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
-SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
+STORED: Final = SiteType(
+    "process-wide",
+    "attach_everywhere",
+    {
+        Kind.REGISTER_MODULE: ("module", "name", "submodule"),
+        Kind.REGISTER_PARAMETER: ("module", "name", "parameter"),
+        Kind.REGISTER_BUFFER: ("module", "name", "buffer"),
+    },
+)
+SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, STORED)
 """In the order in which an error looks for one that has a kind."""
 
 GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
@@ -228,11 +226,10 @@ CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
-REGISTRATION_KINDS: Final = (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
 _EDITING: Final = frozenset(
     {
         *(Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD, Kind.FULL_BACKWARD),
-        *REGISTRATION_KINDS,
+        *STORED.args,
         *(Kind.STEP_PRE, Kind.GRAD, Kind.NODE_PRE, Kind.NODE_POST),
     }
 )

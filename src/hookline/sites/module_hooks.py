@@ -45,7 +45,7 @@ from hookline.sites.compiled.trace_hooks import run_post, run_pre
 from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, is_flat, tap_output, thread
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, next_order
-from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
+from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, slots are replaced whole."""
-ON_SWEEP: Final[list[Callable[[], None]]] = []
-"""Called by `sweep`, when hooks come or go; ``function_mode`` adds the one that restores classes."""
 # Looking an enum member up by its class costs 0.2 µs.
 _FORWARD, _FORWARD_PRE = Kind.FORWARD, Kind.FORWARD_PRE
 _EDIT, _OBSERVE = OrderGroup.EDIT, OrderGroup.OBSERVE
@@ -426,7 +424,7 @@ _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.STATE_DICT_POST: Row(StateSlot, "_state_dict_hooks", LAST),
     Kind.LOAD_STATE_DICT_PRE: Row(StateSlot, "_load_state_dict_pre_hooks", LAST),
     Kind.LOAD_STATE_DICT_POST: Row(StateSlot, "_load_state_dict_post_hooks", LAST),
-    **dict.fromkeys((Kind.PARAM_GRAD, *REGISTRATION_KINDS), _ANCHOR),
+    Kind.PARAM_GRAD: _ANCHOR,
 }
 """The slots of the other kinds."""
 _ROWS: Final = tuple(dict.fromkeys((*_CALL_ROWS.values(), *_KIND_ROWS.values())))
@@ -456,22 +454,12 @@ class _Attempts(threading.local):
         self.stack: list[_Attempt] = []
 
 
-class StaleCallGuard:
-    """Stands for the guard in a copied or unpickled model; removes itself at the first call, and passes that on."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = _torch.caller()
-        if module is not None and module.__dict__.get(_torch.CALL_IMPL) is self:
-            del module.__dict__[_torch.CALL_IMPL]
-        return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
-
-
 class CallGuard:
     """Wraps one module's call.
 
     torch runs its own ``always_call`` hooks on an Exception alone; these run on whatever ends the call, a
     KeyboardInterrupt from the forward or from a hook included. A direct call of ``module.forward()`` does not pass
-    here.
+    here, nor that of a copy: `recompile_guard.hide_from_copies` leaves the guard out there.
     """
 
     __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
@@ -482,15 +470,10 @@ class CallGuard:
         self._attempts = _Attempts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # frames cannot be traced; a compiled call cannot be cut short between two hooks
-            module = self._module()
+        module = self._module()
+        if is_dynamo_compiling():  # a compiled call cannot be cut short between two hooks
             return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
-        # A shallow copy of the module, a data-parallel replica say, shares this guard.
-        module = _torch.caller()
-        module_hooks = self._module_hooks
-        if module is None:
-            module = module_hooks.module()
-        around = module_hooks.around
+        around = self._module_hooks.around
         if around is not None:
             around.enter()
         try:
@@ -509,9 +492,6 @@ class CallGuard:
             raise
         finally:
             self._attempts.stack.pop()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StaleCallGuard, ()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the values that the call has reached."""
@@ -542,8 +522,8 @@ class CallGuard:
                     )
 
 
-_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleCallGuard.__call__, below=False)
-_torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)
+_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, below=False)
+_torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 
 
 # -- the hooks of one module ---------------------------------------------------------------------------------------
@@ -559,8 +539,6 @@ class ModuleHooks(GradientHooks):
     """Set while hooks are attached with this module as the model."""
     stands_in_for: tuple[ForwardCounter, ...] = ()
     """The counters of models whose own forward is not called: calls of this part of them begin their steps."""
-    replaced: Slot | None = None
-    """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
     noted: CallState | None = None
     """Set by ``attach_everywhere`` in the first call of a module: it runs the slots before the call itself, so torch
     does not hand the state on."""
@@ -579,10 +557,6 @@ class ModuleHooks(GradientHooks):
         """Return the module, unless it is gone."""
         if self.counter is not None:
             self.counter.model = weakref.ref(module)
-
-    def alive(self) -> bool:
-        """Return whether the module is still there."""
-        return self.module() is not None
 
     def hooks_of_kind(self, kind: Kind) -> _Entries:
         """Return the live hooks of one kind, in the order they run."""
@@ -608,16 +582,14 @@ class ModuleHooks(GradientHooks):
                 counter.begin_by_part()
 
     def slot_for(self, name: str, steps: str) -> Slot | None:
-        """Return the slot of that name with those steps: the current one, or the one before it; None if neither has.
+        """Return the slot of that name, if it has those steps.
 
-        ``op_runtime`` asks with the text that the graph was compiled with: ``steps`` are its letters and a "/".
+        ``op_runtime`` asks with the text that the graph was compiled with: ``steps`` are its letters and a "/". A hook
+        that comes or goes in the middle of a compiled call may change them: the rest of that slot is passed over then.
         """
         module = self.module()
         slot = None if module is None else _CALL_ROWS[name].slot_on(module)
-        for found in (slot, self.replaced):
-            if found is not None and found.slot == name and found.recipe.startswith(steps):
-                return found
-        return None
+        return slot if slot is not None and slot.recipe.startswith(steps) else None
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
@@ -710,6 +682,7 @@ class ModuleHooks(GradientHooks):
         if self.around is not None or any(entry.attachment.options.always_call for entry in forward):
             if self.guard is None:
                 self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
+                recompile_guard.hide_from_copies(module)
         elif self.guard is not None:
             if module.__dict__.get(_torch.CALL_IMPL) is self.guard:
                 del module.__dict__[_torch.CALL_IMPL]
@@ -749,8 +722,6 @@ class ModuleHooks(GradientHooks):
                 _torch.place(hooks, row.hook_id, last=row.hook_id == LAST)
         elif before is not None:
             _take_off(module, row.hooks, row.hook_id)
-        if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
-            self.replaced = before
 
 
 def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
@@ -802,14 +773,14 @@ def hooks_of_module(module: nn.Module) -> ModuleHooks:
     if isinstance(module, torch.jit.ScriptModule):
         raise UnhookableError(
             f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
-            "Attach to the module before it is scripted or traced."
+            "Attach to the module before it is scripted or traced, or leave it out (exclude=)."
         )
     hooks = existing_hooks(module)
     if hooks is None:
         if _has_any_hooks(module):
             drop_inert(module)
         return ModuleHooks(module)
-    if not hooks.alive():
+    if hooks.module() is None:
         hooks.sit_on(module)
     return hooks
 
@@ -824,16 +795,8 @@ def drop_inert(module: nn.Module) -> None:
     inert = [found for found in _torch.hooks_of(module) if isinstance(_unwrapped(found[2]), Inert)]
     for attribute, hook_id, _ in inert:
         _take_off(module, attribute, hook_id)
-    if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleCallGuard):
-        del module.__dict__[_torch.CALL_IMPL]
     if inert:
         recompile_guard.set_own_forward(module, wanted=False)
-
-
-def sweep() -> None:
-    """Run what waits for hooks to come or go."""
-    for clear in tuple(ON_SWEEP):
-        clear()
 
 
 def _forget(hooks_ref: weakref.ref[ModuleHooks], _: Any, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:

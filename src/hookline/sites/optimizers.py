@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -80,7 +80,8 @@ def attach_optimizer(
         name: A name for reports; the function's own by default.
 
     One step fires its hooks once, also where ``step`` calls ``super().step()``; a step that raises has no
-    ``step_post``; a step that a ``GradScaler`` skips fires nothing, or is marked (`OptimizerSite.found_inf`).
+    ``step_post``; a step that a ``GradScaler`` skips fires nothing, but for optimizers with ``fused=True``, which are
+    called either way and have the scaler's ``found_inf``.
 
     Raises:
         UnhookableError: if it is no optimizer, or wraps one in an attribute that is not known.
@@ -136,9 +137,6 @@ class _OptimizerHooks(HookContainer):
             return None
         if kind is Kind.STEP_PRE:
             self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
-        # Kinds that could not be registered, since torch was walking their hooks, are registered now.
-        if self is not _EVERYWHERE and len(self._handles) < len(OPTIMIZER.args):
-            self._register(optimizer, kind)
         values = given
         due = [entry for entry in self.entries if entry.attachment.kind is kind]
         for entry in sorted(due, key=lambda entry: entry.rank):
@@ -152,34 +150,28 @@ class _OptimizerHooks(HookContainer):
         return values if kind is Kind.STEP_PRE else values[0]
 
     def _site(self, kind: Kind, optimizer: Optimizer) -> OptimizerSite:
-        found_inf = getattr(optimizer, "found_inf", None)
-        found_inf = found_inf if isinstance(found_inf, Tensor) else None
-        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1), found_inf)
-
-    def alive(self) -> bool:
-        """Return whether the optimizer is still there: it owns the dictionaries that torch's handles point to."""
-        return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
+        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
 
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""
         entry = HookAtSite(attachment, name, self, NO_MODEL)
         attachment.entries[entry] = None
         self.entries += (entry,)
-        self._register(optimizer, attachment.kind)
+        kind = attachment.kind
+        self._register(optimizer, kind)
+        if not _torch.being_walked(_torch.optimizer_hooks(optimizer, Kind.STEP_PRE)):
+            self._register(optimizer, Kind.STEP_PRE)  # which counts the steps
 
-    def _register(self, optimizer: Optimizer | None, wanted: Kind) -> None:
-        """Have torch call us for every kind; one whose hooks torch is walking can wait, unless it is ``wanted``."""
-        with LOCK:
-            for kind in OPTIMIZER.args if optimizer is not None else _STEP_KINDS:
-                hooks = _torch.optimizer_hooks(optimizer, kind)
-                handle = self._handles.get(kind)
-                is_there = handle is not None and handle.id in hooks
-                if not is_there and (kind is wanted or not _torch.being_walked(hooks)):
-                    hook = _TorchHook(self, kind)
-                    if optimizer is None:
-                        self._handles[kind] = getattr(torch_optimizer, f"register_optimizer_{kind}_hook")(hook)
-                    else:
-                        self._handles[kind] = getattr(Optimizer, f"register_{kind}_hook")(optimizer, hook)
+    def _register(self, optimizer: Optimizer | None, kind: Kind) -> None:
+        """Have torch call us for hooks of a kind."""
+        handle = self._handles.get(kind)
+        if handle is not None and handle.id in _torch.optimizer_hooks(optimizer, kind):
+            return
+        hook = _TorchHook(self, kind)
+        if optimizer is None:
+            self._handles[kind] = getattr(torch_optimizer, f"register_optimizer_{kind}_hook")(hook)
+        else:
+            self._handles[kind] = getattr(Optimizer, f"register_{kind}_hook")(optimizer, hook)
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off."""
@@ -311,18 +303,12 @@ def checked_optimizer(given: Any) -> Optimizer:
     optimizer = unwrap_optimizer(given)
     if not isinstance(optimizer, Optimizer):
         raise UnhookableError(
-            f"attach_optimizer takes a torch.optim.Optimizer, got {type_name(given)}.{_optimizer_inside(given)}"
+            f"attach_optimizer takes a torch.optim.Optimizer, got {type_name(given)}. Of a wrapper, pass the optimizer "
+            "inside it."
         )
     if not takes_hooks(optimizer):
         raise UnhookableError(
             f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
-            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
+            "itself. Pass the optimizer inside it."
         )
     return optimizer
-
-
-def _optimizer_inside(wrapper: Any) -> str:
-    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
-    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
-    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
-    return f" Pass the optimizer inside it: its .{names[0]}." if names else ""

@@ -1,6 +1,6 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach``, ``specs`` and ``gradient_limits`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
+``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
 ``watch`` and ``trace`` only select. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`,
 which keeps our order and is found again by ``attached`` and ``debug.diagnose``.
 
@@ -29,7 +29,7 @@ from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
-from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module, sweep
+from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
 from hookline.sites.site_info import Site
 from hookline.sites.targets import (
     as_list,
@@ -82,12 +82,9 @@ class _HookAtLeaf(HookAtSite):
     def is_in_place(self) -> bool:
         """Return whether the hook's name still means its leaf."""
         owner, key = self.places[0]
-        module, hooks = owner(), self.container.hooks_of_leaf()
-        if module is not None and hooks is not None:
-            leaf = module._parameters.get(key)
-            if leaf is not None and _torch.leaf_hooks(leaf) is hooks:
-                return True
-        shard = self.shard()
+        module, shard = owner(), self.shard()
+        if module is not None and self.is_on(module._parameters.get(key)):
+            return True
         return shard is not None and self.is_on(_torch.sharded_parameter(shard))
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
@@ -181,10 +178,6 @@ class LeafHook(HookContainer):
         self._kept = tuple(entry for entry in ranked if not entry.owners)
         self._refs = tuple(map(weakref.ref, ranked))
 
-    def alive(self) -> bool:
-        """Return whether the leaf is still there."""
-        return self.hooks_of_leaf() is not None
-
 
 class _Leaves(dict[_HookAtLeaf, None]):
     """The hooks that were put on parameters through one counter; called when a forward begins."""
@@ -246,7 +239,6 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
     if lazy:
         raise UnhookableError(f"{listed(lazy)}: lazy, so not there yet; attach after the first forward.")
     with LOCK:
-        sweep()
         handle = HookHandle(attachment)
         try:
             if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts

@@ -40,15 +40,11 @@ _MAX_SITES: Final = 60
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNCALLED: Final = (
     "nothing called it, or the call ended before the hook's turn (a parent that calls its .forward(), or uses its "
-    "weights in a function, passes hooks by)"
+    "weights in a function, passes hooks by), or code ran that was compiled without guards before the hook came"
 )
 _NO_BACKWARD: Final = (
     "no backward pass came through its outputs before it came off: run the model with gradients (no torch.no_grad, and "
     "parameters, or an input of real numbers, with requires_grad_()), and call backward() inside of the with block"
-)
-_WHICH_RUN: Final = (
-    "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then "
-    "print(cache.names)."
 )
 
 
@@ -78,7 +74,7 @@ class Receipt(ShownAsTable):
     matched: int
     """How many modules, functions, … the target selected."""
     attached: int
-    """How many of them still carry the hook: all, until it is removed or a module dies."""
+    """How many of them carry the hook: all, until it is removed."""
     fired: int
     """How often the hook ran, on all of them together."""
     last_step: int | None
@@ -94,7 +90,7 @@ class Receipt(ShownAsTable):
     def __str__(self) -> str:
         last = f", last at step {self.last_step}" if self.last_step is not None else ""
         if self.attached < self.matched:
-            last += f", {self.attached} still on" if self.attached else ", removed"
+            last += ", removed"
         counts = f"matched {counted(self.matched, 'site')}, fired {counted(self.fired, 'time')}"
         return f"{self.name} ({self.kind}): {counts}{last}"
 
@@ -138,7 +134,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
         name=attachment.name,
         kind=attachment.kind.value,
         matched=len(sites),
-        attached=0 if attachment.removed else sum(entry.container.alive() for entry in entries),
+        attached=0 if attachment.removed else len(sites),
         fired=fired,
         last_step=max(steps, default=None),
         sites=sites,
@@ -170,7 +166,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired{where}"
         f"{', although the model ran' if model_ran else ''}. "
-        f"{reasons}.{f' {_WHICH_RUN}' if _UNCALLED in causes else ''}\n{help_line(HookNeverFired)}",
+        f"{reasons}.\n{help_line(HookNeverFired)}",
         HookNeverFired,
         stacklevel=caller_stacklevel(),
     )
@@ -179,7 +175,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
 def _silent(attachment: Attachment) -> list[HookAtSite]:
     """Return the entries that could have fired, since a forward has begun, and did not."""
     kind = attachment.kind
-    if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
+    if kind.is_state or kind is Kind.PARAM_GRAD:
         return []  # it is not known when these are due
     entries = attachment.members()
     silent = [entry for entry in entries if not entry.fired and entry.counter.step > entry.step_at_attach]
@@ -200,15 +196,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
         return f"it ran, but {_NO_BACKWARD}"
     if attachment.context is not None and not is_container(module):
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
-    if not entry.name and entry.counter.stand_in is not None:
-        return (
-            "the model's own forward was never called, only parts of it (as training_step() and other methods do); "
-            "hook the modules that are called"
-        )
-    cause = cause_around(entry.counter.model(), entry.name, module)
-    if cause is None and attachment.kind is Kind.FULL_BACKWARD:
-        return "it was not called, or no backward pass came through it; on='backward' sees more"
-    return cause or _UNCALLED
+    return cause_around(entry.counter.model(), entry.name, module) or _UNCALLED
 
 
 def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
@@ -220,13 +208,9 @@ def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
     missed = (
         f"it was not called as such: it may be spelt otherwise (target '*.{entry.name.rpartition('.')[2]}' takes all "
         "spellings), be called inside another function of torch, which hides it (hook that one, or the aten operator), "
-        "come as another operator (a Linear runs aten.addmm or aten.mm), by an `apply` that was kept from before the "
-        "hook was attached, or run compiled"
+        "come as another operator (a Linear runs aten.addmm or aten.mm), or run compiled"
     )
-    if not attachment.kind.is_gradient:
-        return missed
-    again = "or a reentrant checkpoint repeats its forward where none is seen (use_reentrant=False shows all)"
-    return f"{missed}; {_NO_BACKWARD}; {again}"
+    return f"{missed}; {_NO_BACKWARD}" if attachment.kind.is_gradient else missed
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:
@@ -239,16 +223,11 @@ def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str |
     modules = list(_modules_around(model, name))
     if name.endswith(".out_proj") and modules and isinstance(modules[-1], nn.MultiheadAttention):
         return "MultiheadAttention uses its weights in a function and never calls it; hook MultiheadAttention itself"
-    for around in (*modules, module):
-        kind = type(around).__name__
-        if around is not module and _torch.replays_graph(around):
-            return f"{kind} replays a CUDA graph, which calls no module; hook {kind} itself, or run it without it"
-        if recompile_guard.ignores_hooks(around):
+    for each in (*modules, module):
+        if recompile_guard.ignores_hooks(each):
             return (
-                f"{kind} runs compiled code that was made without guards (guard_filter_fn=, as vLLM has it), and so "
-                "never notices a hook that comes after it; attach before its first call, call torch.compiler.reset() "
-                "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager')); in vLLM, attach "
-                "it by hookline.engines.vllm, which runs the steps with hooks eagerly"
+                f"{type(each).__name__} runs code that vLLM has compiled without guards, and so never notices a hook "
+                "that comes after it: attach it by hookline.engines.vllm, which runs the steps with hooks eagerly"
             )
     return None
 

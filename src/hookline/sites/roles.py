@@ -70,8 +70,6 @@ def with_role(target: Any, role: str | None, unset: Any = None, *, layer: Layers
         return target
     if target is not unset and target != unset:
         raise TargetError(f"A target and role={role!r} were given: leave one out, or list both: [target, '{ROLE}…'].")
-    if not isinstance(role, str):
-        raise TargetError(f"role= is one role, got {role!r}; for several, give targets: ['role:resid', 'role:attn'].")
     if isinstance(layer, Iterable) and not isinstance(layer, str):
         return [role_target(role, each) for each in layer]
     return role_target(role, layer)

@@ -20,7 +20,7 @@ from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules, unwrap
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from hookline.sites.hook_at_site import ForwardCounter
@@ -87,12 +87,6 @@ class OptimizerSite:
     """The kind of the hook that is firing."""
     step: int = -1
     """The newest step of this optimizer, counted from 0 since its first hook came on; -1 before one began."""
-    found_inf: Tensor | None = None
-    """Above 0 if this step leaves the parameters alone, because a ``GradScaler`` found infinite gradients.
-
-    None for most optimizers: a scaler does not call their step then, and no hook fires. Only those with ``fused=True``
-    are called either way, and get this tensor. It is on the device; reading its value waits for it.
-    """
 
 
 class FunctionSite:

@@ -23,14 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
-from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
+from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
 from hookline.sites.attention import PARTS, AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
-from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
+from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -55,9 +54,6 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     that several names reach is taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
-    named = _by_name(model, target) if isinstance(target, str) and exclude is None else None
-    if named is not None:
-        return [named]
     items = as_list(target)
     everything = [*named_modules(model), *_attention_parts(model, items)]
     meant: set[tuple[str, int]] = set()
@@ -80,19 +76,6 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     return list(chosen.values())
 
 
-def _by_name(model: nn.Module, name: str) -> Named | None:
-    """Return the module with exactly that name, without a look at all others; None if there is none, or a wrapper is on
-    the way: then the slow way of `select` decides, which has to agree.
-    """
-    module: nn.Module | None = model
-    for part in [*name.split("."), None]:
-        children = getattr(module, "_modules", None)
-        if module is None or not isinstance(children, dict) or not WRAPPER_KEYS.isdisjoint(children):
-            return None
-        module = module if part is None else children.get(part)
-    return None if module is None else (name, module)
-
-
 def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Named]:
     """Yield the places inside of attention that are asked for by their roles: no module of the model is there."""
     for item in items:
@@ -104,24 +87,9 @@ def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Named]:
         yield from (each for each in named if isinstance(each[1], AttentionPart))
 
 
-def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
-    """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
-    scripted = [name for name, module in chosen if isinstance(module, torch.jit.ScriptModule)]
-    if not scripted or len(scripted) == len(chosen) or not set(scripted).isdisjoint(map(str, as_list(target))):
-        return chosen  # where one is asked for, the error comes when it is hooked
-    warnings.warn(
-        f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: "
-        f"{listed(scripted)}. "
-        "Attach before they are scripted or traced, or hook the module around them.",
-        HooklineWarning,
-        stacklevel=caller_stacklevel(),
-    )
-    return [named for named in chosen if not isinstance(named[1], torch.jit.ScriptModule)]
-
-
 def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
     """Return the modules that a target means and hooks can be put on; if nothing matches, do as `found_by` does."""
-    return found_by(lambda: without_scripted(select(model, target, exclude=exclude), target), strict=strict)
+    return found_by(lambda: select(model, target, exclude=exclude), strict=strict)
 
 
 def found_by(search: Callable[[], list[_Found]], *, strict: bool) -> list[_Found]:
@@ -131,7 +99,7 @@ def found_by(search: Callable[[], list[_Found]], *, strict: bool) -> list[_Found
     except NoMatchError as error:
         if strict:
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
+        warnings.warn(HooklineWarning(*error.args), stacklevel=caller_stacklevel())
         return []
 
 
@@ -227,6 +195,7 @@ def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
 
 
 _GLOB: Final = frozenset("*?[#")
+_SEE_ALL: Final = "See all: print(hookline.find(model)), hookline find MODEL, or GET /modules of a server."
 
 
 @functools.lru_cache(maxsize=512)
@@ -249,8 +218,7 @@ def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception
         found = ", ".join(f"{role} ×{len(names)}" for role, names in find_roles(model).items())
         return NoMatchError(
             f"No module of this {kind} has the role {item.removeprefix(ROLE)!r}; found by structure: {found or 'none'}"
-            ". Name the modules instead.",
-            hint=Hint.LIST_MODULES,
+            f". Name the modules instead. {_SEE_ALL}"
         )
     names = [name for name, _ in everything if name]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
@@ -259,8 +227,7 @@ def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception
         near += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
     near += _other_grammar(item) if isinstance(item, str) else ""
     return NoMatchError(
-        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {near}.",
-        hint=Hint.LIST_MODULES,
+        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {near}. {_SEE_ALL}"
     )
 
 
@@ -269,13 +236,10 @@ def _other_grammar(text: str) -> str:
     dotted = _BRACKETS.sub(r".\1", text)
     if dotted != text:
         return f". Names have dots, not brackets: {dotted!r}"
-    if _NEGATIVE.search(text):
-        return ". Names count from 0; the last block is hookline.find(model, role='resid').names[-1]"
     if not _EXPRESSION.isdisjoint(text):
         return f". A regular expression is re.compile({text!r})"
     return ""
 
 
 _BRACKETS: Final = re.compile(r"(?<=\w)\[(-?\d+)\]")
-_NEGATIVE: Final = re.compile(r"(?<![^.])-\d+(?![^.])")
 _EXPRESSION: Final = frozenset("()|^$\\+")

@@ -2,8 +2,8 @@
 
 Users call `attach_tensor`, `attach_node` and `saved_tensors`; ``watch``, ``metta`` and ``sglang`` call `attach_tensor`
 too. Each is torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``,
-``saved_tensors_hooks``), given a `_GraphHook` that counts, checks and tells the site; ``param_grad`` hooks on leaves go
-to ``parameters``.
+``saved_tensors_hooks``). Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site;
+``param_grad`` hooks on leaves go to ``parameters``.
 
 What torch is given belongs to the graph, and goes with it. It refers to the attachment, the attachment to its entry,
 and the entry to torch's handle and, weakly, back. There must be no ring of strong references: everything is to be freed
@@ -17,27 +17,25 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.hooks import unserializable_hook
 
-from hookline.errors import HookReturnError, OptionError, ScopeError, TargetError, UnhookableError
+from hookline.errors import OptionError, ScopeError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.backward_call import fitting, fitting_all
-from hookline.sites.handle import HookHandle
+from hookline.sites.handle import Handle, HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
-from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind
+from hookline.sites.kinds import NODE, TENSOR, Kind
 from hookline.sites.module_hooks import LOCK
 from hookline.sites.parameters import hook_leaf
-from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.site_info import Site
-from hookline.tables import OFF
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -86,7 +84,7 @@ def attach_tensor(
 
     Raises:
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
-        KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
+        KindError, OptionError, HookSignatureError: before anything is attached.
     """
     if not torch.compiler.is_dynamo_compiling():
         return _attach(tensor, hook, on, mode, AttachOptions(observe=observe, name=name))
@@ -146,28 +144,20 @@ def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
         raise UnhookableError(
             f"Only leaves accumulate a gradient; this {_described(computed)} was computed. Use on='grad'."
         )
-    name = attachment.options.name
     with LOCK:
-        for index, leaf in {id(leaf): (index, leaf) for index, leaf in enumerate(leaves)}.values():
-            own_name = name or _described(leaf) if len(leaves) == 1 else f"{name or 'tensors'}[{index}]"
-            hook_leaf(attachment, own_name, leaf, NO_MODEL)
+        for leaf in {id(leaf): leaf for leaf in leaves}.values():
+            hook_leaf(attachment, attachment.options.name or _described(leaf), leaf, NO_MODEL)
         return HookHandle(attachment)
 
 
 def _tensors_in(given: Any) -> list[Tensor]:
     """Return the one tensor that was given, or the several."""
-    tensors = [given] if isinstance(given, Tensor) else given
-    if isinstance(tensors, nn.Module | Mapping | str) or not isinstance(tensors, Iterable):
+    tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else []
+    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise UnhookableError(
             f"attach_tensor takes a tensor or a list of tensors, got {type_name(given)}; for parameters of a module: "
             "attach(module, hook, on='param_grad')."
         )
-    tensors = list(tensors)
-    if not tensors:
-        raise TargetError("attach_tensor was given no tensors.")
-    for index, one in enumerate(tensors):
-        if not isinstance(one, Tensor):
-            raise UnhookableError(f"attach_tensor takes tensors; the one at {index} is {type_name(one)}.")
     return tensors
 
 
@@ -225,7 +215,6 @@ def attach_node(
     handle = _hook_graph(attachment, type(found).__name__, register)
     if hasattr(found, "variable"):  # it accumulates into a leaf
         _HELD[attachment] = found
-        attachment.on_remove = lambda attachment: _HELD.pop(attachment, None)
     return handle
 
 
@@ -234,10 +223,9 @@ _HELD: Final[dict[Attachment, Any]] = {}
 
 
 def _node_of(given: Any) -> Any:
-    if isinstance(given, GradientEdge):
-        return given.node
     if isinstance(given, Tensor) and given.requires_grad:
-        return get_gradient_edge(given).node
+        given = get_gradient_edge(given)
+    given = given.node if isinstance(given, GradientEdge) else given
     if not hasattr(given, "register_prehook"):
         raise UnhookableError(
             f"attach_node takes a node of the autograd graph, got {type_name(given)}; pass the grad_fn of a tensor "
@@ -249,31 +237,13 @@ def _node_of(given: Any) -> Any:
 # -- what torch is given ---------------------------------------------------------------------------------------------
 
 
-class _InGraph(HookContainer):
-    """The place of a hook in a graph: torch's own handle."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: RemovableHandle) -> None:
-        self._handle = handle
-
-    def discard(self, entry: HookAtSite) -> None:
-        """Take the hook off."""
-        self._handle.remove()
-
-    def alive(self) -> bool:
-        """Return whether the graph is still there."""
-        handles = getattr(self._handle, "handles", (self._handle,))  # one for each of several tensors
-        return any(handle.hooks_dict_ref() is not None for handle in handles)
-
-
 class _HookInGraph(HookAtSite):
-    """One hook on one tensor, node or scope; its attachment keeps it, and is kept by what torch is given."""
+    """One hook on one tensor or node; its attachment keeps it, and is kept by what torch is given."""
 
     __slots__ = ("_attachment",)
 
-    def __init__(self, attachment: Attachment, name: str, container: HookContainer) -> None:
-        super().__init__(attachment, name, container, NO_MODEL)
+    def __init__(self, attachment: Attachment, name: str) -> None:
+        super().__init__(attachment, name, HookContainer(), NO_MODEL)
         attachment.entries[self] = None
 
     @property
@@ -325,10 +295,16 @@ def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHoo
     with LOCK:
         hook = _GraphHook(attachment)
         handle = register(hook)
-        hook.entry = _HookInGraph(attachment, attachment.options.name or name, _InGraph(handle))
+        hook.entry = _HookInGraph(attachment, attachment.options.name or name)
+        attachment.on_remove = functools.partial(_take_off, handle)
         if hook.edits:
             _move_observers_back(handle)
         return HookHandle(attachment)
+
+
+def _take_off(handle: RemovableHandle, attachment: Attachment) -> None:
+    handle.remove()
+    _HELD.pop(attachment, None)
 
 
 def _move_observers_back(handle: RemovableHandle) -> None:
@@ -341,7 +317,7 @@ def _move_observers_back(handle: RemovableHandle) -> None:
 # -- saved tensors ---------------------------------------------------------------------------------------------------
 
 
-def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> SavedTensors:
+def saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> SavedTensors:
     """Decide how tensors are kept for the backward pass.
 
     Recipe::
@@ -361,19 +337,13 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
             place.
         unpack: ``unpack(packed)``, called with that for each use in a backward pass, wherever and in whatever
             thread it runs; it returns a tensor.
-        name: A name for reports; the name of ``pack`` by default.
 
     Of nested scopes, also torch's own, the innermost is asked. Nothing happens until the scope is entered.
-
-    Raises:
-        HookSignatureError: before anything is attached.
     """
-    attachment = new_attachment(pack, Kind.SAVED_TENSORS, AttachOptions(name=name), site_type=SAVED)
-    check_hook(unpack, Kind.SAVED_TENSORS, site_type=SAVED)
-    return SavedTensors(attachment, unpack)
+    return SavedTensors(pack, unpack)
 
 
-class SavedTensors(HookHandle):
+class SavedTensors(Handle):
     """A pair of functions that pack and unpack what autograd keeps; made by `saved_tensors`.
 
     A scope can be entered again, also inside itself and in several threads at once. Leaving the block ends the packing;
@@ -381,68 +351,43 @@ class SavedTensors(HookHandle):
     with torch's own, blocks have to be left in the reverse order of entering.
     """
 
-    def __init__(self, attachment: Attachment, unpack: Hook) -> None:
-        super().__init__(attachment)
-        self._unpack_hook = unpack
-        self._blocks = _Blocks()
-        self._entry = _HookInGraph(attachment, "saved tensors", self._blocks)
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._pack_hook, self._unpack_hook = pack, unpack
+        self.packed = 0
+        """The number of tensors that were packed."""
         self.unpacked = 0
         """The number of times a tensor was unpacked."""
+        self.removed = False
 
-    @property
-    def packed(self) -> int:
-        """The number of tensors that were packed."""
-        return self._entry.fired
+    def remove(self, *, quiet: bool = False) -> None:
+        """Pack nothing any more."""
+        self.removed = True
 
     def __enter__(self) -> Self:
         if self.removed:
-            raise ScopeError(f"saved_tensors {self.name!r} was removed; make a new one.")
+            raise ScopeError("These saved_tensors were removed; make new ones.")
         self._scope().__enter__()
-        self._blocks.open += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._blocks.open:
-            raise ScopeError(f"saved_tensors {self.name!r} is left, but was not entered.")
-        self._blocks.open -= 1
         self._scope().__exit__(*exc_info)
 
     def _scope(self) -> saved_tensors_hooks:
         """Return a scope of torch's; all of them are the same, and one that was kept would be a ring with this."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _state(self) -> str:
-        """Return whether it packs now: in a block that was entered, in whatever thread."""
-        return super()._state() if self.removed or self._blocks.open else f"{OFF} until a `with` block enters it"
-
     def _pack(self, tensor: Tensor) -> tuple[bool, Any]:
         """Return what to keep of the tensor, and whether that is what the user's function made of it."""
         # torch hands an operation's own output over; kept as it is, it would keep the node that keeps it, for good.
         tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        return (False, tensor) if self.removed else (True, self._entry.run(tensor))
+        if self.removed:
+            return False, tensor
+        self.packed += 1
+        return True, self._pack_hook(tensor)
 
-    def _unpack(self, kept: tuple[bool, Any]) -> Any:
-        """Return the tensor again; raise if the user's function gives none."""
+    def _unpack(self, kept: tuple[bool, Any]) -> Tensor:
         is_packed, value = kept
-        if is_packed:
-            self.unpacked += 1
-            value = self._unpack_hook(value)
-            if not isinstance(value, Tensor):
-                raise HookReturnError(
-                    f"unpack function {hook_name(self._unpack_hook)!r} of saved_tensors {self.name!r} must return a "
-                    f"tensor, but got {type_name(value)}."
-                )
-        return value
-
-
-class _Blocks(HookContainer):
-    """How many blocks have entered a scope and not left it, in all threads."""
-
-    __slots__ = ("open",)
-
-    def __init__(self) -> None:
-        self.open = 0
-
-    def alive(self) -> bool:
-        """Return whether one is open."""
-        return self.open > 0
+        if not is_packed:
+            return value  # type: ignore[no-any-return]
+        self.unpacked += 1
+        return self._unpack_hook(value)

@@ -6,7 +6,6 @@ The lines that are logged are those of SGLang's model hooks, word for word.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.signature import changes_in_place, check_hook, check_observe, hook_name, may_return_value
-from hookline.sites.targets import check_model, select, without_scripted
+from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import clean_modules
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
@@ -231,10 +230,7 @@ def _modules(model: nn.Module, patterns: list[str], exclude: list[str]) -> SpecS
     ids = {id(module) for _, module in found}
     chosen = [named for named in clean_modules(model) if id(named[1]) in ids]
     chosen += [named for named in found if isinstance(named[1], AttentionPart)]
-    return SpecSites(
-        [name for name, _ in chosen],
-        lambda attachment: attach_to_modules(attachment, model, without_scripted(chosen, patterns)),
-    )
+    return SpecSites([name for name, _ in chosen], lambda attachment: attach_to_modules(attachment, model, chosen))
 
 
 def _parameters(model: nn.Module, patterns: list[str], exclude: list[str]) -> SpecSites:
@@ -259,9 +255,6 @@ def call_factory(path: Any, config: Mapping[str, Any], allow: Iterable[str] | No
     if not callable(factory):
         raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     hook = factory(own_copy(dict(config)))
-    if inspect.iscoroutine(hook):
-        hook.close()  # otherwise Python warns that it was never awaited
-        raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
     check_observe(hook, observe)
     return hook
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.checkpoint_file import PART, is_sharded, part_of
 from hookline.error_policy import error_text, warn_user
-from hookline.errors import CheckpointError, Hint, OptionError, RankError, ResumeError
+from hookline.errors import CheckpointError, OptionError, RankError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import type_name
 from hookline.plain import to_plain
@@ -71,8 +71,6 @@ class Checkpoints:
         keep: How many of the newest stay.
         config: The settings of the run; going on with others is refused. If left out, ``experiment.config``.
         force: Go on with other settings all the same.
-        replay: Of a loader that can only be iterated (no length, no ``state_dict()``): whether it gives the same again
-            when random streams stand where they stood. Otherwise there are checkpoints only between passes over it.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Checkpoints:
         keep: int = 2,
         config: Mapping[str, Any] | Any = None,
         force: bool = False,
-        replay: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.every = None if every is None else whole_number("every", every, 1)
@@ -92,7 +89,6 @@ class Checkpoints:
         self.keep = whole_number("keep", keep, 1)
         self.config = config
         self.force = force
-        self.replay = replay
         self.count = 0
         """How many were written."""
 
@@ -325,7 +321,7 @@ class Saving(NotSaved):
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         self._core = RunState(self._experiment)
-        run.passes = self._passes = SavedPasses(self._experiment, self._core, replay=checkpoints.replay)
+        run.passes = self._passes = SavedPasses(self._experiment, self._core)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
@@ -406,8 +402,7 @@ class Saving(NotSaved):
             lines = "\n".join(f"  {line}" for line in changed)
             raise ResumeError(
                 f"The run in {path.parent} was saved with other settings (saved → now):\n{lines}\nNext: set them back, "
-                "or begin a run in another folder.",
-                hint=Hint.RESUME_ANYWAY,
+                "or begin a run in another folder. To continue anyway: --force, or Checkpoints(..., force=True)."
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
@@ -488,7 +483,7 @@ class Saving(NotSaved):
             return ""
         return (
             f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass (give it "
-            "state_dict() and load_state_dict(), or see replay= of Checkpoints)"
+            "state_dict() and load_state_dict())"
         )
 
     def save_after_pass(self) -> None:

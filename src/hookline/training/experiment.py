@@ -1,6 +1,6 @@
 """Define what an experiment supplies to the loops: model, data, a training step, evaluation, the state of the run.
 
-Users make or derive one; the loops take any object like one by `Experiment.of`, and `Run` reads its `StepResult`.
+Users make or derive one; the loops check it by `check_experiment`, and `Run` reads its `StepResult`.
 """
 
 from __future__ import annotations
@@ -67,10 +67,6 @@ class Experiment:
             def loss_fn(self, model, batch): ...
             def evaluate(self, model):
                 return {"val_acc": ...}
-
-    Any object will do that has the attributes and methods of this class that it needs: ``model``, and ``loader`` with
-    ``optimizer`` and ``loss_fn``, or a ``train_step`` of its own. What is not there is as it is here. The loop reads
-    them when it begins.
 
     What the run changes is an attribute of the experiment, and so part of its ``state``: a second optimizer, an average
     of the weights, a counter. Interventions leave it as it was, and a resumed run goes on with it.
@@ -161,17 +157,6 @@ class Experiment:
             if function is not None:
                 setattr(self, name, function)  # in front of the method of that name
 
-    @staticmethod
-    def of(thing: Any) -> Experiment:
-        """Return an experiment; of another object, one with its attributes and methods, and defaults for the rest."""
-        if not isinstance(getattr(thing, "model", None), nn.Module):
-            raise OptionError(
-                f"A loop takes an Experiment, or an object that has a model as one; got {type_name(thing)} without one."
-            )
-        experiment = thing if isinstance(thing, Experiment) else _ObjectAsExperiment(thing)
-        _check(experiment)
-        return experiment
-
     @property
     def state(self) -> Mapping[str, Any]:
         """What belongs to the run besides model, optimizer, scheduler, scaler and loader; override to add or leave out.
@@ -183,7 +168,11 @@ class Experiment:
         dataclasses of all these. They are copied for each intervention and saved in each checkpoint: keep data in a
         `Dataset`, and leave out a frozen teacher. In a resumed run they have the values that were saved.
         """
-        return _declared(self)
+        found = {name: value for name, value in vars(self).items() if name not in _PARTS and value is not self.loader}
+        # Of another loader the generators: to ask one that can tell its state would start it.
+        loaders = {name: value for name, value in found.items() if isinstance(value, DataLoader)}
+        found |= {name: generators_of_loader(loader) for name, loader in loaders.items()}
+        return {name: value for name, value in found.items() if _is_state(value)}
 
     def has_own(self, method: str) -> bool:
         """Return whether a method is the experiment's own, and not that of this class."""
@@ -255,21 +244,10 @@ class Experiment:
         """Do something after an epoch and its hooks."""
 
 
-class _ObjectAsExperiment(Experiment):
-    """An object with some of the attributes and methods of an experiment."""
-
-    def __init__(self, thing: Any) -> None:
-        super().__init__(**{name: getattr(thing, name) for name in (*_PARTS, *_METHODS) if hasattr(thing, name)})
-        self.thing = thing
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What the object says; else its attributes that have a state, or are plain."""
-        own = getattr(self.thing, "state", None)
-        return own if isinstance(own, Mapping) else _declared(self)
-
-
-def _check(experiment: Experiment) -> None:
+def check_experiment(experiment: Any) -> None:
+    """Raise unless that is an experiment that can be trained."""
+    if not isinstance(experiment, Experiment) or not isinstance(getattr(experiment, "model", None), nn.Module):
+        raise OptionError(f"A loop takes an Experiment, which has a model; got {type_name(experiment)}.")
     own_step, loader, clip = experiment.has_own("train_step"), experiment.loader, experiment.clip_norm
     if not own_step and experiment.optimizer is None:
         raise OptionError("The experiment has no optimizer: give it one, or its own train_step().")
@@ -430,25 +408,6 @@ def _own_loss(output: Any) -> Tensor:
 
 
 # -- what belongs to the run ---------------------------------------------------------------------------------------
-
-
-def object_of(experiment: Experiment) -> Any:
-    """Return the object that is taken for an experiment; an experiment is that itself."""
-    return experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
-
-
-def attributes_of(experiment: Experiment) -> dict[str, Any]:
-    """Return the attributes of an experiment, or of the object that is taken for one; the dictionary itself."""
-    return getattr(object_of(experiment), "__dict__", {})
-
-
-def _declared(experiment: Experiment) -> dict[str, Any]:
-    """Return the attributes that have a state, or are plain."""
-    loader, attributes = experiment.loader, attributes_of(experiment)
-    found = {name: value for name, value in attributes.items() if name not in _PARTS and value is not loader}
-    # Of another loader the generators: to ask one that can tell its state would start it.
-    found |= {name: generators_of_loader(value) for name, value in found.items() if isinstance(value, DataLoader)}
-    return {name: value for name, value in found.items() if _is_state(value)}
 
 
 def _is_state(value: Any, depth: int = 0) -> bool:

@@ -16,7 +16,7 @@ from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
 from hookline.screen import RunProgress
 from hookline.training.checkpoints import Checkpoints, Saving
-from hookline.training.experiment import Experiment, whole_number
+from hookline.training.experiment import Experiment, check_experiment, whole_number
 from hookline.training.run import LoopProgress, Run, is_scalar
 from hookline.when import HookPoint
 
@@ -48,7 +48,7 @@ class LoopResult:
 
 
 def epoch_loop(
-    experiment: Any,
+    experiment: Experiment,
     *,
     epochs: int,
     manager: HookManager | None = None,
@@ -70,7 +70,7 @@ def epoch_loop(
     The run is the same with hooks and without, bit for bit. Whatever ends it, what hooks returned is written.
 
     Args:
-        experiment: What is trained, how, on what: an `Experiment`, or anything like one.
+        experiment: What is trained, how, on what: an `Experiment`.
         epochs: How many epochs the whole run has; they count from 0.
         manager: Its hooks fire, and its sinks are given what they return.
         snapshot_every: How many epochs from one SNAPSHOT to the next, the first being epoch 0; 0 for none. If left
@@ -86,7 +86,7 @@ def epoch_loop(
     epochs = whole_number("epochs", epochs, 0)
     eval_every = whole_number("eval_every", eval_every, 0)
     first = whole_number("first_epoch", first_epoch, 0)
-    experiment = Experiment.of(experiment)
+    check_experiment(experiment)
     every = distance_of_snapshots(experiment, snapshot_every, "epoch")
     run = _start_run(experiment, "epoch", manager, every=every, first=first, resume=resume, run_context=run_context)
     settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
@@ -138,7 +138,7 @@ def _conclude_epoch(run: Run, *, snapshot: bool) -> None:
 
 
 def step_loop(
-    experiment: Any,
+    experiment: Experiment,
     *,
     steps: int,
     manager: HookManager | None = None,
@@ -160,7 +160,7 @@ def step_loop(
     the same with hooks and without, bit for bit. Whatever ends it, what hooks returned is written.
 
     Args:
-        experiment: What is trained, how, on what: an `Experiment`, or anything like one.
+        experiment: What is trained, how, on what: an `Experiment`.
         steps: How many steps the whole run has; they count from 0.
         manager: Its hooks fire, and its sinks are given what they return: of single steps at each snapshot.
         snapshot_every: How many steps from one SNAPSHOT, and evaluation, to the next, the first being step 0; 0 for
@@ -174,7 +174,7 @@ def step_loop(
     """
     steps = whole_number("steps", steps, 0)
     first = whole_number("first_step", first_step, 0)
-    experiment = Experiment.of(experiment)
+    check_experiment(experiment)
     if experiment.scheduler_per == "epoch":
         raise OptionError("step_loop() has no epochs to count: let scheduler_per= be 'step', or take epoch_loop().")
     every = distance_of_snapshots(experiment, snapshot_every, "step")

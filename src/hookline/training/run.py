@@ -32,7 +32,7 @@ from hookline.messages import type_name
 from hookline.phases import in_eval_mode, in_phase
 from hookline.sites.wrappers import clean_modules
 from hookline.training.experiment import MicroBatches, StepResult, as_result, bare_model
-from hookline.training.ranks import RankModel, check_alike, warn_of_join
+from hookline.training.ranks import RankModel, check_alike
 from hookline.training.state import GuardedState, Passes
 from hookline.when import HookPoint
 
@@ -130,8 +130,6 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.passes.take_loader(epoch)
-        if self.num_epochs < 2 and not self.ranks.is_single:
-            warn_of_join(self.experiment.model)
         self.retention.begin_epoch(points, epoch)
 
     def batches(self) -> Iterator[Any]:

@@ -38,16 +38,7 @@ from hookline.guard.loaders import (
 from hookline.guard.rng import GENERATOR_TYPES, RandomStates
 from hookline.messages import type_name
 from hookline.sites.wrappers import inner_key
-from hookline.training.experiment import (
-    Experiment,
-    attributes_of,
-    grouped,
-    has_state,
-    is_named_tuple,
-    is_record,
-    items_of,
-    object_of,
-)
+from hookline.training.experiment import Experiment, grouped, has_state, is_named_tuple, is_record, items_of
 from hookline.tree import rebuilt
 
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
@@ -63,7 +54,6 @@ class RunState:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._object = object_of(experiment)
         for name, value in experiment.state.items():
             if not self._is_settable(name) and not _can_be_filled(value):
                 raise CheckpointError(
@@ -74,8 +64,8 @@ class RunState:
 
     def _is_settable(self, name: str) -> bool:
         """Return whether the experiment has an attribute of that name; a property needs a setter."""
-        of_class = getattr(type(self._object), name, None)
-        return hasattr(self._object, name) and not (isinstance(of_class, property) and of_class.fset is None)
+        of_class = getattr(type(self._experiment), name, None)
+        return hasattr(self._experiment, name) and not (isinstance(of_class, property) and of_class.fset is None)
 
     def generators(self) -> list[Any]:
         """Return the declared generators, in an order that is the same in every process."""
@@ -128,7 +118,7 @@ class RunState:
         for name, state in saved.items():
             value = _fit(live.get(name), state, f"experiment.{name}", force=True)()
             if name not in live or (value is not live[name] and self._is_settable(name)):
-                setattr(self._object, name, value)
+                setattr(self._experiment, name, value)
 
 
 # -- modules, generators, and whatever else tells its state ----------------------------------------------------------
@@ -243,21 +233,15 @@ def _load_hidden(module: nn.Module, path: str, buffer: Tensor) -> None:
 
 def _wrong_tensors(here: Mapping[str, Any], there: Mapping[str, Any], *, force: bool) -> list[str]:
     """Return how the tensors of a module differ from those that were saved."""
-    wrong = [f"{name} is missing here" for name in there if name not in here]
-    wrong += [f"{name} was not saved" for name in here if name not in there]
-    for name in here.keys() & there.keys():
-        one, other = here[name], there[name]
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            continue  # extra state of a module's own
-        is_alike = one.shape == other.shape and is_sharded(one) == is_sharded(other)
-        if not is_alike or (one.dtype != other.dtype and not force):
-            wrong.append(f"{name} was {_shape(other)} and is {_shape(one)}")
-    return wrong
+    pairs = {name: (_shape(there.get(name), force), _shape(here.get(name), force)) for name in {**there, **here}}
+    return [f"{name} was {was} and is {now}" for name, (was, now) in pairs.items() if was != now]
 
 
-def _shape(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(tensor.shape)}{' in shards' if is_sharded(tensor) else ''}"
+def _shape(value: Any, force: bool) -> str:
+    if not isinstance(value, Tensor):
+        return "missing" if value is None else "extra state of a module"
+    dtype = "" if force else f"{str(value.dtype).removeprefix('torch.')} "
+    return f"{dtype}{tuple(value.shape)}{' in shards' if is_sharded(value) else ''}"
 
 
 def _wrong_kind(thing: Any, saved: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -482,7 +466,7 @@ class GuardedState:
 
     def save_attributes(self) -> Callable[[], None]:
         """Save which objects the attributes of the experiment are; return a function that puts them back."""
-        attributes = attributes_of(self._experiment)
+        attributes = vars(self._experiment)
         before = dict(attributes)
 
         def put_back() -> None:
@@ -536,10 +520,9 @@ class Passes:
 class SavedPasses(Passes):
     """Give out the data, and save and restore the position in them."""
 
-    def __init__(self, experiment: Experiment, state: RunState, *, replay: bool) -> None:
+    def __init__(self, experiment: Experiment, state: RunState) -> None:
         super().__init__(experiment)
         self._state = state
-        self._replay = replay
         self._before: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
 
@@ -547,7 +530,7 @@ class SavedPasses(Passes):
     def can_go_on(self) -> bool:
         """True if a run can be saved in the middle of a pass over these data."""
         loader = self.loader
-        if loader is None or self._replay or has_state(loader):
+        if loader is None or has_state(loader):
             return True
         if isinstance(loader, DataLoader):
             return not isinstance(loader.dataset, IterableDataset)

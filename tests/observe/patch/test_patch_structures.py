@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hookline as hl
-from hookline.observe.patch.edits import rebuilt
+from hookline.observe.patching import rebuilt
 from hookline.tree import main_tensor
 
 Pair = namedtuple("Pair", "note hidden")

@@ -103,18 +103,6 @@ def test_one_who_ends_no_step_does_not_hide_the_micro_batches_of_another(monkeyp
     idle.remove(quiet=True)
 
 
-def test_one_who_joins_before_the_backward_leaves_it_in_its_step() -> None:
-    model = small()
-    with hl.observe.alarm(model) as alarm:
-        for step in range(3):
-            loss = model(torch.ones(2, 3)).sum() * (float("nan") if step == 1 else 1.0)
-            other = hl.observe.alarm(model)
-            loss.backward()
-            alarm.step()
-            other.remove(quiet=True)
-    assert {each.step for each in alarm.troubles} == {1}
-
-
 # -- which was the first ---------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, Pair, fresh, kinds_of, matrices
+from helpers_functions import KINDS, LEVELS, Around, fresh, kinds_of, matrices
 from torch import Tensor, nn
 
 import hookline as hl
@@ -141,8 +141,4 @@ def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> Non
     handle = hl.attach_function("aten.mm.default", lambda fn, i, o: None, within=model)
     model(torch.ones(2))
     with pytest.warns(hl.errors.HookNeverFired, match="come as another operator"):
-        handle.remove()
-    handle = hl.attach_function(Pair, lambda fn, i, o: None, within=model)
-    model(torch.ones(2))
-    with pytest.warns(hl.errors.HookNeverFired, match="by an `apply` that was kept"):
         handle.remove()

@@ -233,7 +233,7 @@ CHANGES = {
 
 
 def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias() -> None:
-    """With a hook that may edit, inputs go in as aliases; not where the caller goes on with the tensor it gave."""
+    """With a hook that may edit, inputs go in as aliases: a call that changes its input then raises."""
 
     def run(change: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
@@ -246,8 +246,11 @@ def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias() -> None:
         return y.detach(), x.grad
 
     expected = {name: run(change) for name, change in CHANGES.items()}
-    with hl.attach_function("*", lambda fn, grad_inputs, grad_outputs: grad_inputs, on="backward"):
+    with hl.attach_function("*", lambda fn, grad_inputs, grad_outputs: grad_inputs, on="backward", observe=True):
         found = {name: run(change) for name, change in CHANGES.items()}
     torch.testing.assert_close(found, expected)
-    with pytest.raises(hl.errors.KindError, match="observe=True"):
-        hl.attach_function("torch.Tensor.add_", lambda fn, grads, _: grads, on="backward")
+    with hl.attach_function("*", lambda fn, grad_inputs, grad_outputs: grad_inputs, on="backward"):
+        torch.testing.assert_close(run(CHANGES["register_hook"]), expected["register_hook"])
+        for name in CHANGES.keys() - {"register_hook"}:
+            with pytest.raises(hl.errors.UnhookableError, match="in place"):
+                run(CHANGES[name])

@@ -70,7 +70,7 @@ def test_with_accumulation_a_step_is_one_of_the_optimizer():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SimpleNamespace(), "takes an Experiment, or an object that has a model"),
+        (lambda: SimpleNamespace(), "takes an Experiment, which has a model"),
         (lambda: hl.Experiment(nn.Linear(1, 1), loader=[]), "no optimizer: give it one, or .*train_step"),
         (lambda: linear_experiment(1, accumulate=0), "accumulate= must be .* got 0"),
         (lambda: linear_experiment(1, train_step=lambda batch: "loss"), "train_step.. returns the loss.* got a str"),

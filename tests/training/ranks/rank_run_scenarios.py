@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers_ranks import run_cases
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
@@ -118,12 +118,9 @@ def parts_of_data() -> dict[str, Any]:
     """Share out several kinds of loaders; return the samples of this rank, by kind, for two epochs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     where = {"rank": rank, "ranks": ranks, "seed": 11}
-    weighted = WeightedRandomSampler(torch.ones(10), 6, generator=torch.Generator().manual_seed(2))
     loaders = {
         "shuffled": DataLoader(data(10), batch_size=2, shuffle=True),
         "in order": DataLoader(data(10), batch_size=3),
-        "weighted": DataLoader(data(10), batch_size=2, sampler=weighted),
-        "batches": DataLoader(data(10), batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
         "list": [torch.tensor([number]) for number in range(5)],
     }
     torch.manual_seed(rank)  # the ranks' own streams differ, and have no say
@@ -132,9 +129,8 @@ def parts_of_data() -> dict[str, Any]:
         part = share_loader(loader, **where)
         epochs = []
         for epoch in range(2):
-            for sampler in (getattr(part, "sampler", None), getattr(part, "batch_sampler", None)):
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
+            if kind != "list":
+                part.sampler.set_epoch(epoch)
             batches = [one if kind == "list" else one[0][:, 0] * 10 for one in part]
             epochs.append([round(float(value)) for batch in batches for value in batch])
         found[kind] = epochs

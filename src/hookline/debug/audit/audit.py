@@ -47,11 +47,6 @@ _NEXT_LEFT_BEHIND: Final = (
     "can be blamed here. Next: audit them one at a time, each in a separate process."
 )
 
-_NEXT_STATE: Final = (
-    "Trained again with the same hooks the run did not differ: a hook keeps something from one training to the next, "
-    "so none can be blamed. Next: give a function that makes the hook anew."
-)
-
 
 def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None) -> Audit:
     """Train with and without hooks, and say whether and where they change the run, and which one does.
@@ -114,9 +109,6 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings) -> Audit:
     culprits = []
     if difference is not None and left_behind is None:
         culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some)))
-        # One that counts over trainings looks like an interaction: it did it once, and none of the halves did.
-        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks)) is None:
-            culprits, notes = [], [*notes, _NEXT_STATE]
     return Audit(
         names,
         length,
@@ -143,69 +135,30 @@ def _end_differs(plain: Training, hooked: Training) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A hook that changes the run by itself; or several of which none can be left out: they change it together."""
+    """A hook that changes the run by itself; or several that change it only together."""
 
     hooks: tuple[str, ...]
-    """The names: one, or those of an interaction."""
+    """The names."""
     difference: Difference
     """Where the run with these hooks alone first differs."""
-
-    @property
-    def is_interaction(self) -> bool:
-        """Whether several hooks are needed."""
-        return len(self.hooks) > 1
 
 
 _Trial: TypeAlias = "Callable[[Sequence[AuditedHook]], Difference | None]"
 
 
-def _find_culprits(hooks: Sequence[AuditedHook], whole: Difference, try_with: _Trial) -> list[Culprit]:
-    """Return every culprit among ``hooks``, which change the run when all are on; the earliest step first.
+def _find_culprits(hooks: Sequence[AuditedHook], difference: Difference, try_with: _Trial) -> list[Culprit]:
+    """Return the culprits among ``hooks``, which together give the ``difference``; the earliest step first.
 
-    Args:
-        hooks: All that were on.
-        whole: Where the run with all of them differs.
-        try_with: Trains with some of them, from the same start, and returns where that differs.
+    Halves of them are tried, from the same start, until single hooks are left, or a set of which no half changes it.
     """
-    known: dict[tuple[str, ...], Difference | None] = {_names(hooks): whole}
-
-    def differs(some: Sequence[AuditedHook]) -> Difference | None:
-        if _names(some) not in known:
-            known[_names(some)] = try_with(some) if some else None
-        return known[_names(some)]
-
-    left, found = list(hooks), []
-    while left and differs(left) is not None:
-        smallest = _smallest(left, differs)
-        difference = differs(smallest)
-        assert difference is not None
-        found.append(Culprit(_names(smallest), difference))
-        left = [hook for hook in left if hook not in smallest]
-    return sorted(found, key=lambda culprit: culprit.difference.step)
-
-
-def _smallest(hooks: list[AuditedHook], differs: _Trial) -> list[AuditedHook]:
-    """Return a set that changes the run and of which none can be left out (delta debugging, after Zeller)."""
-    parts = 2
-    while len(hooks) > 1:
-        pieces = [hooks[len(hooks) * i // parts : len(hooks) * (i + 1) // parts] for i in range(parts)]
-        guilty = next((piece for piece in pieces if differs(piece) is not None), None)
-        if guilty is not None:
-            hooks, parts = guilty, 2
-            continue
-        rests = [[hook for hook in hooks if hook not in piece] for piece in pieces] if parts > 2 else []
-        guilty = next((rest for rest in rests if differs(rest) is not None), None)
-        if guilty is not None:
-            hooks, parts = guilty, max(parts - 1, 2)
-        elif parts >= len(hooks):
-            break
-        else:
-            parts = min(2 * parts, len(hooks))
-    return hooks
-
-
-def _names(hooks: Sequence[AuditedHook]) -> tuple[str, ...]:
-    return tuple(hook.name for hook in hooks)
+    middle = len(hooks) // 2
+    found = []
+    for half in (hooks[:middle], hooks[middle:]) if middle else ():
+        of_half = try_with(half)
+        if of_half is not None:
+            found += _find_culprits(half, of_half, try_with)
+    found.sort(key=lambda culprit: culprit.difference.step)
+    return found or [Culprit(tuple(hook.name for hook in hooks), difference)]
 
 
 # -- the result ----------------------------------------------------------------------------------------------------

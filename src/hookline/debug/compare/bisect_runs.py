@@ -19,7 +19,7 @@ from hookline.debug.compare.measure import tensor_errors
 from hookline.debug.compare.values import RunSource, read_run
 from hookline.errors import CompareError, OptionError
 from hookline.guard.guard import rollback
-from hookline.observe.capture.capture import Cache, capture
+from hookline.observe.capturing import Cache, capture
 from hookline.sites.attach import attach
 from hookline.sites.site_info import Site
 from hookline.tables import ShownAsTable, Table

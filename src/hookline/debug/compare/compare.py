@@ -15,7 +15,7 @@ from hookline.debug.compare.key import Pair, names_around
 from hookline.debug.compare.measure import measure
 from hookline.debug.compare.result import Comparison
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.rules import DEFAULT_RULES, Rule, find_gaps, pair_runs
+from hookline.debug.compare.rules import DEFAULT_RULES, Rule, few_partners, find_gaps, pair_runs
 from hookline.debug.compare.values import DimsOption, Run, RunSource, read_run, unshard
 from hookline.errors import CompareError, OptionError
 
@@ -31,7 +31,6 @@ def compare(
     rules: Sequence[Rule] = DEFAULT_RULES,
     rows: tuple[RowTable, RowTable] | None = None,
     dims: DimsOption = None,
-    mesh: Mapping[str, int] | None = None,
 ) -> Comparison:
     """Find where two runs part, and whether that is rounding or a bug.
 
@@ -62,7 +61,6 @@ def compare(
         rules: Which sites are the same although fused, paired or named in another way.
         rows: For A and for B, whose the rows are: `padded_rows` or `packed_rows`. Traces know.
         dims: How tensors lie on ranks, ``"b s h[tp] d"``, for all sites or by pattern; DTensors know.
-        mesh: Sizes of the axes that ``dims`` names, the outermost first; needed if there are several.
 
     Raises:
         CompareError: (a ValueError) nothing of the two can be compared; the message says why.
@@ -74,12 +72,12 @@ def compare(
     def read(source: RunSource, name: str, rows: RowTable | None) -> Run:
         run = read_run(source, name, rows)
         has_ranks = len({key.rank for key in run.values}) > 1
-        return unshard(run, dims, mesh) if has_ranks else run
+        return unshard(run, dims) if has_ranks else run
 
     run_a, run_b = read(a, "A", rows_a), read(b, "B", rows_b)
     notes: list[str] = []
     pairs = pair_runs(run_a, run_b, rules, notes)
-    gaps = find_gaps(pairs, run_a, run_b)
+    strangers, gaps = few_partners(pairs), find_gaps(pairs, run_a, run_b)
     notes += [*_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
     problems = [*run_a.problems, *run_b.problems]
     measure(pairs, problems)
@@ -95,8 +93,8 @@ def compare(
     notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         pairs,
-        blamed=[] if gaps.few_partners else find_blame(pairs),
-        missing=[*gaps.missing, *_lone_dtype(measured)],
+        blamed=[] if strangers else find_blame(pairs),
+        missing=[*strangers, *gaps, *_lone_dtype(measured)],
         notes=notes,
         problems=problems,
         left_out=[*run_a.left_out, *run_b.left_out],

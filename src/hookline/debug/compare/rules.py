@@ -127,25 +127,11 @@ def _advice(a: Value, b: Value) -> str:
 # -- what only one run has -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Gaps:
-    """What only one of two runs has, in words."""
+def find_gaps(pairs: Sequence[Pair], a: Run, b: Run) -> list[str]:
+    """Return lines on sites, steps and calls that only one run has; kinds that it was not asked for are no gap.
 
-    few_partners: Sequence[str]
-    """A line if so little is in both that they look like runs of other models."""
-    sites: Sequence[str]
-    """Lines on sites that one run has and the other, which was asked for such values, has not."""
-    calls: Sequence[str]
-    """Lines on steps and calls that only one run has of a site."""
-
-    @property
-    def missing(self) -> list[str]:
-        """All by which the runs differ."""
-        return [*self.few_partners, *self.sites, *self.calls]
-
-
-def find_gaps(pairs: Sequence[Pair], a: Run, b: Run) -> Gaps:
-    """Return what only one run has, and mark pairs of calls of which nobody knows that they belong together."""
+    Pairs of calls of which nobody knows that they belong together are marked.
+    """
     by_slot: dict[ValueKey, dict[int, list[Pair]]] = defaultdict(lambda: defaultdict(list))
     for pair in pairs:
         by_slot[pair.key.slot][pair.step].append(pair)
@@ -170,20 +156,19 @@ def find_gaps(pairs: Sequence[Pair], a: Run, b: Run) -> Gaps:
                 ] = None
                 for pair in by_step[step]:
                     pair.is_sure = False
-    few = [line for line in [_few_partners(pairs)] if line]
-    return Gaps(few, _sites_left(pairs, a, b), [*lines])
+    return [*_sites_left(pairs, a, b), *lines]
 
 
-def _few_partners(pairs: Sequence[Pair]) -> str:
-    """Return a line if both runs have mostly values that the other does not have."""
+def few_partners(pairs: Sequence[Pair]) -> list[str]:
+    """Return a line if both runs have mostly values that the other does not have: they are of other models."""
     both = sum(pair.a is not None and pair.b is not None for pair in pairs)
     in_a, in_b = sum(pair.a is not None for pair in pairs), sum(pair.b is not None for pair in pairs)
     if not both or both >= _FEW * min(in_a, in_b):
-        return ""
-    return (
+        return []
+    return [
         f"only {both} of {in_a} values of A, and {both} of {in_b} of B, have a partner: they look like "
         "runs of other models. Names can be made equal by rules=[RenameRule(pattern, replacement)]."
-    )
+    ]
 
 
 def _sites_left(pairs: Sequence[Pair], a: Run, b: Run) -> list[str]:

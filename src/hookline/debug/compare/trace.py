@@ -36,7 +36,7 @@ from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import checked_optimizer
 from hookline.sites.parameters import select_parameters
-from hookline.sites.targets import check_model, select, without_scripted
+from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 from hookline.tree import leaves
 from hookline.when import StepSchedule
@@ -85,9 +85,8 @@ def trace(
             gradients at each step. By default all but the inputs and their gradients.
         tensors: Whether to store tensors too: True for all, or names or globs of sites, such as ``"layers.#.mlp"``.
         budget: How many bytes may be written: a number, ``"200MB"``, or None for any. Tensors stop first.
-        step: What a step is: ``"forward"``, one forward of the model; an optimizer (or several), whose steps count and
-            before whose steps gradients of parameters are read; or ``"manual"``, what lies between calls of
-            ``trace.step()``.
+        step: What a step is: ``"forward"``, one forward of the model; or an optimizer (or several), whose steps count
+            and before whose steps gradients of parameters are read.
         every: Every how many steps to write, or a `StepSchedule`.
         exclude: Modules and parameters to leave out.
 
@@ -96,8 +95,8 @@ def trace(
     """
     check_model(model, targets)
     wanted = _checked_kinds(kinds)
-    if isinstance(step, str) and step not in ("forward", "manual"):
-        raise OptionError(f"trace(step={step!r}): a step is 'forward', 'manual', or an optimizer.")
+    if isinstance(step, str) and step != "forward":
+        raise OptionError(f"trace(step={step!r}): a step is 'forward' or an optimizer.")
     optimizers = [] if isinstance(step, str) else _checked_optimizers(step)
     limit, schedule, inner = bytes_of_budget(budget), StepSchedule.of(every), unwrap(model)
     modules, parameters = _chosen(inner, targets, exclude, wanted)
@@ -121,7 +120,7 @@ def _checked_optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers whose steps count; raise if there are none, or one takes no hooks."""
     found = [checked_optimizer(each) for each in (given if isinstance(given, list | tuple) else [given])]
     if not found:
-        raise OptionError("trace(step=[]): a step is 'forward', 'manual', or an optimizer.")
+        raise OptionError("trace(step=[]): a step is 'forward' or an optimizer.")
     return found
 
 
@@ -153,7 +152,7 @@ def _chosen(
     of_modules, of_parameters = ([kind for kind in kinds if (kind in PARAMETERS) is which] for which in (False, True))
     if of_modules:
         try:
-            modules = [module for _, module in without_scripted(select(model, targets, exclude=exclude), targets)]
+            modules = [module for _, module in select(model, targets, exclude=exclude)]
         except NoMatchError:
             if not of_parameters:
                 raise
@@ -196,24 +195,12 @@ class Trace:
         """Return how many bytes were written."""
         return self._recorder.bytes
 
-    def step(self) -> None:
-        """End a step of a trace with ``step="manual"``; after the backward, before gradients are set to zero."""
-        if self._steps is not None or self._hooks.numbers.by_forward:
-            raise OptionError(
-                "step() is for trace(step='manual'): forwards, or an optimizer, make the steps of this one."
-            )
-        self._hooks.read_gradients()
-        self._advance()
-
     def _at_step(self, optimizer: Optimizer) -> None:
         """Read the gradients of an optimizer that makes a step; the last of several ends the step."""
         self._hooks.read_gradients(optimizer)
         if optimizer is self._hooks.optimizers[-1] and phase() == "train":
-            self._advance()
-
-    def _advance(self) -> None:
-        self._hooks.numbers.advance()
-        self._recorder.end_part()
+            self._hooks.numbers.advance()
+            self._recorder.end_part()
 
     def set_rows(self, rows: RowTable | Sequence[str] | None) -> None:
         """Say whose rows the next forwards have, so that another run in another order can be compared row by row.

@@ -27,7 +27,7 @@ from hookline.errors import CompareError, OptionError
 from hookline.factories.factory_hook import read_tensors
 from hookline.guard.digest import dense
 from hookline.messages import type_name
-from hookline.observe.capture.capture import Cache
+from hookline.observe.capturing import Cache
 from hookline.sites.targets import name_matcher
 from hookline.tree import leaves
 
@@ -249,7 +249,7 @@ class _Layout:
     """In which order the tensor was cut along them."""
 
 
-def unshard(run: Run, dims: DimsOption = None, mesh: Mapping[str, int] | None = None) -> Run:
+def unshard(run: Run, dims: DimsOption = None) -> Run:
     """Return a run with what ranks hold parts of as one value on rank 0, and with notes on what could not be joined.
 
     Values that every rank has a copy of, or of which nobody has said how they lie, stay one for each rank.
@@ -262,7 +262,7 @@ def unshard(run: Run, dims: DimsOption = None, mesh: Mapping[str, int] | None = 
     notes: dict[str, None] = {}
     for whole, parts in groups.items():
         members = list(parts.values())
-        layout = _layout(members, find(whole), mesh) if len(members) > 1 else None
+        layout = _layout(members, find(whole)) if len(members) > 1 else None
         if layout is None or all(axis is None for axis in layout.axes):
             found |= parts
         elif why := _why_apart(members, layout):
@@ -280,11 +280,11 @@ def _finder(dims: DimsOption) -> Callable[[ValueKey], str | None]:
     return lambda key: next((text for matches, text in matchers if matches(key.site)), None)
 
 
-def _layout(members: Sequence[Value], dims: str | None, mesh: Mapping[str, int] | None) -> _Layout | None:
+def _layout(members: Sequence[Value], dims: str | None) -> _Layout | None:
     """Return how the parts lie; None if nobody has said."""
     if all(member.placements is not None and member.placements.coordinate for member in members):
         return _by_placements(members)
-    return None if dims is None else _by_dims(members, dims, mesh)
+    return None if dims is None else _by_dims(members, dims)
 
 
 def _why_apart(members: Sequence[Value], layout: _Layout) -> str:
@@ -318,7 +318,7 @@ def _by_placements(members: Sequence[Value]) -> _Layout:
     return _Layout(tuple(axes), first.mesh_shape, coordinates, ", ".join(first.placements), order)
 
 
-def _by_dims(members: Sequence[Value], dims: str, mesh: Mapping[str, int] | None) -> _Layout | None:
+def _by_dims(members: Sequence[Value], dims: str) -> _Layout | None:
     parts = [_PART.fullmatch(part) for part in dims.split()]
     if not parts or not all(parts):
         raise OptionError(
@@ -329,18 +329,10 @@ def _by_dims(members: Sequence[Value], dims: str, mesh: Mapping[str, int] | None
     cut = {part[2]: ("sum" if part[3] else dim) for dim, part in enumerate(parts) if part is not None and part[2]}
     if not cut:
         return None
-    ranks = sorted(member.rank for member in members)
-    names = list(mesh) if mesh is not None else list(cut)
-    sizes = tuple(mesh.values()) if mesh is not None else (len(ranks),)
-    if unknown := set(cut) - set(names):
-        raise OptionError(f"dims={dims!r} names {sorted(unknown)}, mesh= has {names}.")
-    if len(names) != len(sizes):
-        raise OptionError(
-            f"dims={dims!r} has {len(names)} axes: say how many ranks each has, the outermost first: "
-            f"mesh={{{', '.join(f'{name!r}: …' for name in names)}}}."
-        )
-    coordinates = dict(enumerate(_places(sizes)))
-    return _Layout(tuple(cut.get(name) for name in names), sizes, coordinates, dims, tuple(range(len(names))))
+    if len(cut) > 1:
+        raise OptionError(f"dims={dims!r} has {len(cut)} axes: all ranks share one, unless their tensors are DTensors.")
+    ranks = range(max(member.rank for member in members) + 1)
+    return _Layout(tuple(cut.values()), (len(ranks),), {rank: (rank,) for rank in ranks}, dims, (0,))
 
 
 def _joined(members: Sequence[Value], layout: _Layout) -> Value:

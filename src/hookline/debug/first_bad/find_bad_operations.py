@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from hookline.debug.first_bad.operator_run import OperatorRun
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
 from hookline.files import replace_file
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, TorchSwitches
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
@@ -377,7 +377,8 @@ class KeptForward:
 
     args: Any
     kwargs: Any
-    autocast: list[tuple[str, torch.dtype]]
+    switches: TorchSwitches
+    """Those that the forward ran under, autocast among them."""
     batch: Any = None
     """The batch of it, if the loop tells that."""
     backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -430,7 +431,7 @@ class FollowedSteps:
         if self._current is None:
             self._current = {}
             self.finder.begin_step(self._current, partial(_describe, self._current))
-        self._current[site.step] = KeptForward(args, kwargs, _autocast())
+        self._current[site.step] = KeptForward(args, kwargs, TorchSwitches())
 
     def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
         if self._current is not None and site.step in self._current and phase() != "intervention":
@@ -440,10 +441,12 @@ class FollowedSteps:
         """Run forwards and backwards in turns, as a loop that accumulates makes them; return what the model returns."""
         self._model.train()
         ends: list[Tensor] = []
+        outside = TorchSwitches()
         for forward in forwards.values():
             forward.begins_at = self.finder.operators_run
-            with _under(forward.autocast):
-                output = self._model(*forward.args, **forward.kwargs)
+            forward.switches.restore()
+            output = self._model(*forward.args, **forward.kwargs)
+            outside.restore()
             made = {str(path): leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad}
             for number, grads in enumerate(forward.backwards, 1):
                 given = {path: grad for path, grad in grads.items() if grad is not None and path in made}
@@ -463,21 +466,6 @@ def _describe(forwards: dict[int, KeptForward], operator: int | None) -> str:
         return "; ".join(told)
     place = sum(each.begins_at <= operator for each in kept)
     return f"{told[place - 1]}, micro-batch {place} of {len(kept)}"
-
-
-@contextmanager
-def _under(autocast: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Cast as the forward did."""
-    with ExitStack() as entered:
-        for device, dtype in autocast:
-            entered.enter_context(torch.autocast(device, dtype=dtype))
-        yield
-
-
-def _autocast() -> list[tuple[str, torch.dtype]]:
-    """Return the devices whose operators are cast now, and to which type."""
-    devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
-    return [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
 
 
 # -- going back, and looking ------------------------------------------------------------------------------------------

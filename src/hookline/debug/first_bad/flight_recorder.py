@@ -192,7 +192,7 @@ class FlightRecorder(TrainingHook):
             self._has_failed = True
             return None
         self.written.append(reason)
-        logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
+        logger.warning("flight recorder: %s; steps until then, %d in all: %s", reason, len(self._steps), path)
         return path
 
 

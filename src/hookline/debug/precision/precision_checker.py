@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 from urllib.parse import quote
 
 import numpy as np
@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from hookline.distributed.ranks import first_of_ranks, this_rank
 from hookline.errors import NonFiniteError, OptionError, TargetError
+from hookline.factories.factory_hook import checked, read_options
 from hookline.guard.digest import dense
-from hookline.messages import did_you_mean, type_name
+from hookline.messages import type_name
 from hookline.sites.attach import attach
 from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.functions.attach_function import attach_function
@@ -287,7 +288,7 @@ class PrecisionChecker:
         unknown = [key for key in checks if key not in _OWN_CHECKS]
         if unknown:
             raise OptionError(f"One module or function has the options {', '.join(_OWN_CHECKS)}, not {unknown[0]!r}.")
-        return dataclasses.replace(self.config, **{key: _read(key, value) for key, value in checks.items()})
+        return dataclasses.replace(self.config, **{key: checked(key, value, bool) for key, value in checks.items()})
 
     def _check(self, name: str, stage: str, value: Any, config: PrecisionConfig) -> None:
         """Write a line for each tensor in ``value``; raise after the last if one is bad and that was asked for."""
@@ -301,10 +302,10 @@ class PrecisionChecker:
         self._busy.now = True
         try:
             with torch.no_grad():
-                checked = [self._checked(name, stage, index, *each, config) for each in tensors]
+                found = [self._checked(name, stage, index, *each, config) for each in tensors]
         finally:
             self._busy.now = False
-        bad = next((record for record in checked if record is not None and record.is_error), None)
+        bad = next((record for record in found if record is not None and record.is_error), None)
         if bad is not None and config.abort_on_error:
             raise NonFiniteError(f"Precision check failed, aborting! {bad} (all lines: {self.folder})")
 
@@ -360,11 +361,11 @@ class PrecisionConfig:
     2
     """
 
-    level: int = 1
+    level: Literal[0, 1, 2] = 1
     """0: nothing; 1: the outputs of modules and their gradients; 2: also what functions take and give."""
     path: str = "./log_precision_check"
     """The folder; each check makes one of its own in it, named by the time."""
-    format: str = "simple"
+    format: Literal["simple", "md5"] = "simple"
     """``simple`` (minimum, maximum, mean, first values) or ``md5`` (a hash of the numbers)."""
     save_tensors: bool = False
     """Whether each tensor is written to an ``.npy`` file."""
@@ -380,7 +381,7 @@ class PrecisionConfig:
     @classmethod
     def make(cls, given: Mapping[str, Any]) -> Self:
         """Return the options that ``given`` names."""
-        return cls(**{key: _read(key, value) for key, value in given.items()})
+        return read_options("PrecisionChecker", cls, {key: _typed(key, value) for key, value in given.items()})
 
 
 def _pairs(text: str) -> dict[str, Any]:
@@ -390,46 +391,26 @@ def _pairs(text: str) -> dict[str, Any]:
     for item in text.split(",") if text.strip() else ():
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise OptionError(
-                f"{item.strip()!r} in the config {text!r} has no '='; write key=value,key=value with the keys "
-                f"{', '.join(_VALUES)}."
-            )
+            raise OptionError(f"{item.strip()!r} in the config {text!r} has no '='; write key=value,key=value.")
         if key in found:
             raise OptionError(f"The config {text!r} gives {key!r} twice; keep one.")
         found[key] = value
     return found
 
 
-_FLAG: Final = "true or false", {"true": True, "1": True, "false": False, "0": False}
-_VALUES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "level": ("0 (off), 1 (modules) or 2 (modules and functions)", {"0": 0, "1": 1, "2": 2}),
-    "path": ("a folder", {}),
-    "format": ("'simple' or 'md5'", {"simple": "simple", "md5": "md5"}),
-    "save_tensors": _FLAG,
-    "md5_tolerance": ("a number of 0 or more", {}),
-    "check_nan": _FLAG,
-    "check_inf": _FLAG,
-    "abort_on_error": _FLAG,
-}
-"""Each key: what its value is, and what may be written for it, in lower case, where there is a choice."""
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
-def _read(key: str, value: Any) -> Any:
-    """Return what a value of that key means; raise if there is no such key, or it means nothing."""
-    if key not in _VALUES:
-        raise OptionError(
-            f"A precision check has no {key!r}.{did_you_mean(key, _VALUES)} The keys: {', '.join(_VALUES)}."
-        )
-    if key == "path" and isinstance(value, str | Path) and str(value):
+def _typed(key: str, value: Any) -> Any:
+    """Return the text of an option in its type; one that does not fit as it is, to be refused."""
+    if key == "path" and isinstance(value, Path):
         return str(value)
-    if key == "md5_tolerance" and isinstance(value, str | int | float) and not isinstance(value, bool):
+    if not isinstance(value, str) or key in ("path", "format"):
+        return value
+    if key in ("level", "md5_tolerance"):
         with suppress(ValueError):
-            if 0 <= float(value) < math.inf:
-                return float(value)
-    wanted, choices = _VALUES[key]
-    if str(value).lower() in choices:
-        return choices[str(value).lower()]
-    raise OptionError(f"{key} is {wanted}, got {value!r}.")
+            return int(value) if key == "level" else float(value)
+    return _FLAGS.get(value.lower(), value)
 
 
 # -- one tensor -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec
 
-from hookline.engines.live_hooks import LiveHook, Origin
+from hookline.engines.live_hooks import LiveHook
 from hookline.engines.request_options import ClientHook
 from hookline.engines.request_results import RequestResults, check_called, check_no_stop, error_to_plain, never_called
 from hookline.engines.session import Session
@@ -75,14 +75,10 @@ class HookExtension:
 
     @_answering
     def hookline_add(
-        self,
-        specs: Sequence[Mapping[str, Any]],
-        allow: Sequence[str] | None = None,
-        strict: bool = True,
-        origin: Any = "http",
+        self, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None, strict: bool = True
     ) -> dict[str, Any]:
         """Attach hooks, all or none, and return them."""
-        return {"hooks": _hooks_of(self).add(specs, allow=allow, strict=strict, origin=origin)}
+        return {"hooks": _hooks_of(self).add(specs, allow=allow, strict=strict)}
 
     @_answering
     def hookline_list(self) -> dict[str, Any]:
@@ -254,18 +250,13 @@ class WorkerHooks:
     # -- hooks ------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        specs: Sequence[Mapping[str, Any]],
-        *,
-        allow: Sequence[str] | None = None,
-        strict: bool = True,
-        origin: Origin = "http",
+        self, specs: Sequence[Mapping[str, Any]], *, allow: Sequence[str] | None = None, strict: bool = True
     ) -> _Shown:
         """Attach hooks to the running engine, all or none; each spec uses up a number in every worker."""
         choose_way(self.facts)  # raises where there is none
         given = specs if allow is None else [ClientHook.from_dict(each) for each in specs]
         check_no_stop(specs)
-        added = self.session.live.add_all(given, allow=allow, strict=strict, origin=origin)
+        added = self.session.live.add_all(given, allow=allow, strict=strict)
         try:
             for each in added:
                 check_called(self.model, each.matched)
@@ -400,5 +391,5 @@ def _start(worker: HookExtension) -> None:
     file = hooks.options.hooks
     specs = [] if file is None else specs_of_file(file)
     if specs:
-        wrap(worker, "compile_or_warm_up_model", after=lambda *_: hooks.add(specs, strict=False, origin="start"))
+        wrap(worker, "compile_or_warm_up_model", after=lambda *_: hooks.add(specs, strict=False))
     wrap(worker, "shutdown", before=lambda *_, **__: hooks.close())  # exports are written to the end

@@ -15,7 +15,7 @@ import torch
 
 from hookline import errors
 from hookline.engines.hidden_states import StatesOfLayer
-from hookline.errors import HooklineError, HookNameError, OptionError
+from hookline.errors import HooklineError, OptionError
 
 _Found = list[dict[str, Any]]  # `VllmHooks` has a method of that name
 _Answer = Mapping[str, Any]
@@ -212,13 +212,6 @@ class VllmHooks:
     def answers(self, key: str) -> Sequence[RequestAnswer]:
         """Return what all answers of the requests under a key asked for, in their order, and forget it."""
         return [RequestAnswer.of(each) for each in merge_results(self._call("hookline_take", key))]
-
-    def flags(self, name: str) -> _Found:
-        """Return what probes flagged in a request that did not ask for anything itself, and forget it."""
-        try:
-            return [flag for answer in self.answers(name) for flag in answer.flags]
-        except HookNameError:
-            return []
 
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""

@@ -72,7 +72,6 @@ class _AfterTorch:
 
 def _wait_for_a_step() -> None:
     """Follow the script from its first step on."""
-    _note("torch")
     try:
         from hookline.integrations.loop_events import FirstStep
     except ImportError as error:
@@ -92,5 +91,4 @@ def _begin(optimizer: Any, first: Any) -> bool:
 
 _run_own_sitecustomize()
 if os.environ.get("HOOKLINE_RUN"):
-    _note("python")
     sys.meta_path.insert(0, _AfterTorch())

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
-from weakref import ref
 
 import numpy as np
 import torch
@@ -121,7 +120,7 @@ def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list
     return found
 
 
-_AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
+_AT_ONCE: Final = ("param", "param_grad")
 """Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``."""
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _PARTIAL: Final = (
@@ -141,7 +140,7 @@ class WatchedPlace:
     name: str
     """Dotted name in the model."""
     kind: str
-    """The kind as in ``watch(on=...)``, or nothing for a value of the user's own."""
+    """The kind as in ``watch(on=...)``; nothing for what factories keep."""
     beside: tuple[Any, ...] = ()
     """The statistics that are kept per unit, `AliveUnits` and `ExponentBins`."""
     deferred: Any = None
@@ -174,7 +173,7 @@ class WatchedPlace:
         if type(tensor) not in _PLAIN:
             tensor = arrived(tensor)
             self.placed = placed(tensor, self.placed)
-            if self.placed is not None and self.placed.is_partial and self.kind != "param_grad_local":
+            if self.placed is not None and self.placed.is_partial:
                 self.silent = _PARTIAL
                 return None
             local = _torch.local_tensor(tensor)
@@ -335,13 +334,6 @@ class StatsEngine:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.rereads = True
-        """Whether a tensor on the CPU is read again if it was also the last one that was read: a module often returns
-        what its last child has returned. If False (the step monitor sets that), the last row is used again where the
-        version of the tensor is the same, so a write by ``.data`` in between is missed. What compiled code hands over
-        is always read again, as its writes make no new version."""
-        self._last: tuple[Callable[[], Tensor | None], int, list[float]] = (lambda: None, 0, [])
-        """The last tensor on the CPU, its version, and its row."""
         self.places: dict[tuple[str, str], WatchedPlace] = {}
         self.device_rows: dict[torch.device, DeviceRows] = {}
         self._kernels: dict[torch.device, Kernel | None] = {}
@@ -377,7 +369,7 @@ class StatsEngine:
         if local is None:
             return
         if local.device.type in _READ_ON_HOST:
-            self._take_on_host(place, local, scale, rereads=self.rereads)
+            self._take_on_host(place, local, scale)
         elif place.kind in _AT_ONCE or self.kernel(local.device) is None:
             self._take_notes(local.device, [(place, local, scale)])
         else:
@@ -428,13 +420,8 @@ class StatsEngine:
             place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
         return local
 
-    def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any, *, rereads: bool = True) -> None:
-        last, version, found = self._last
-        if rereads or local.is_inference() or last() is not local or version != local._version:
-            found = reduce(local.cpu(), self.layout, factor_of(scale))
-            if not (self.rereads or local.is_inference()):
-                self._last = ref(local), local._version, found
-        self.row(place, _CPU).merge(found)
+    def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
+        self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
         if place.beside:
             self._take_by_unit([(place, local, scale)], None)
 

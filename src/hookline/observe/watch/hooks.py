@@ -7,7 +7,7 @@ instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.p
 
 A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace (debug/compare), of each; `Steps` counts
 them. The step monitor (monitor.py) and analyses/layers.py call `checked_kinds`. The names of kinds stand again in
-engine.py (``_AT_ONCE``), ranks.py (``_LOCAL``) and report/metric_series.py (``KINDS``): change them together.
+engine.py (``_AT_ONCE``), ranks.py and report/metric_series.py (``KINDS``): change them together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookline.distributed.shards import placed
 from hookline.error_policy import warn_user
 from hookline.errors import NoMatchError, OptionError
 from hookline.messages import suggest, type_name
@@ -39,8 +38,7 @@ from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.parameters import select_parameters
-from hookline.sites.targets import Named, select, without_scripted
-from hookline.sites.tensors import attach_tensor
+from hookline.sites.targets import Named, select
 from hookline.tree import main_of, main_tensor
 
 if TYPE_CHECKING:
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatsEngine, WatchedPlace
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Found, Share
-    from hookline.sites.handle import HookHandle
 
 BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
 BY_OPTIMIZER: Final = "the optimizer's step"
@@ -266,16 +263,14 @@ class Passes:
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
-LOCAL_GRADIENT: Final = "param_grad_local"
-_DEFAULT_KINDS: Final = ("forward", "backward", "param", "param_grad")
-_KINDS: Final = (*_DEFAULT_KINDS, LOCAL_GRADIENT)
+_KINDS: Final = ("forward", "backward", "param", "param_grad")
 MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
 """The kinds that hooks on modules see."""
 
 
 def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
-    """Return the kinds that `on` names; for None, those that are watched by default."""
-    kinds = list(dict.fromkeys(_DEFAULT_KINDS if on is None else [on] if isinstance(on, str) else on))
+    """Return the kinds that `on` names; for None, all."""
+    kinds = list(dict.fromkeys(_KINDS if on is None else [on] if isinstance(on, str) else on))
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown or not kinds:
         got = f"unknown kind {unknown[0]!r}{suggest(unknown[0], _KINDS) or '.'}" if unknown else "no kind."
@@ -464,7 +459,6 @@ class WatchSites:
         self.handles = HandleSet()
         """The hooks on modules."""
         self.parameters = ParameterReader(engine)
-        self._local = LocalGradients(self._take_local)
         self._is_on = False
         self._looks_closer = False
 
@@ -477,7 +471,7 @@ class WatchSites:
         chosen: list[Named] = []
         if modules:
             try:
-                chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+                chosen = select(self._model, target, exclude=exclude)
             except NoMatchError:
                 if not lenient:
                     raise
@@ -500,7 +494,7 @@ class WatchSites:
                 raise
             return []  # modules without parameters are watched all the same
         parameters = self.parameters
-        slots = {"param": parameters.values, "param_grad": parameters.gradients, LOCAL_GRADIENT: self._local.slots}
+        slots = {"param": parameters.values, "param_grad": parameters.gradients}
         found = [
             (kind, item, self._engine.place(item.name, kind)) for kind in kinds if kind in slots for item in chosen
         ]
@@ -525,9 +519,6 @@ class WatchSites:
             is_scaled = kind == "backward" and self._scaler is not None
             in_graph = not layout.by_unit and not (is_scaled and layout.thresholds)
             self._attach(call, MODULE_KINDS[kind], hook.sites, hook if in_graph else None)
-        if self._local.slots:
-            others = [named for named in self._local.put_on() if named[1] is not self._model]
-            self._attach(self._begin_local, Kind.FORWARD_PRE, [("", self._model), *others])
 
     def _attach(self, call: Any, kind: Kind, chosen: list[Named], summary: Summary | None = None) -> None:
         attachment = new_attachment(call, kind, AttachOptions(observe=True, name="watch"))
@@ -557,80 +548,4 @@ class WatchSites:
 
     def remove(self, *, quiet: bool) -> None:
         """Take everything off; warn, unless ``quiet``, if nothing fired."""
-        self._local.remove()
         self.handles.remove(quiet=quiet)
-
-    def _begin_local(self, module: nn.Module, args: Any) -> None:
-        """Begin a forward: hook the parameters that are there for it, as FSDP2 has put in whole ones."""
-        if module is self._model:
-            self._passes.enter_forward()
-        self._local.hook_parameters(module)
-
-    def _take_local(self, place: WatchedPlace, gradient: Tensor | None) -> None:
-        """Take a gradient of a parameter, as the backward pass under way made it."""
-        if gradient is not None and self._passes.enter_backward():
-            try:
-                self._engine.take(place, gradient, self.scale())
-            except Exception as error:  # a watch must not end the run
-                place.give_up(gradient, error)
-
-
-# -- gradients of single backward passes -----------------------------------------------------------------------------
-
-
-class LocalGradients:
-    """Hooks on the parameters of one watch, for ``watch(on="param_grad_local")``.
-
-    They sit on the parameters themselves, ahead of DDP's buckets and of FSDP2's reduce-scatter. So no communication
-    hook is needed, of which DDP allows one only, and the reduction is the one that runs without a watch. FSDP2 has
-    whole parameters during a forward and its backward alone: there they are hooked when their module's forward begins.
-
-    Args:
-        take: Called with the place and the gradient, in the backward pass.
-    """
-
-    def __init__(self, take: Callable[[WatchedPlace, Tensor | None], None]) -> None:
-        self.slots: list[ParameterSlot] = []
-        """Where the parameters are."""
-        self._by_module: dict[nn.Module, list[ParameterSlot]] = {}
-        self._take = take
-        self._hooked: dict[ParameterSlot, tuple[Callable[[], Tensor | None], HookHandle]] = {}
-
-    def put_on(self) -> list[Named]:
-        """Hook all parameters; return the modules whose parameters FSDP2 replaces for a forward, with their names."""
-        self._by_module.clear()
-        for slot in self.slots:
-            self._by_module.setdefault(slot.module, []).append(slot)
-        for module in self._by_module:
-            self.hook_parameters(module)
-        return [
-            (slots[0].place.name.rpartition(".")[0], module)
-            for module, slots in self._by_module.items()
-            if any(map(_is_distributed, module._parameters.values()))
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for _, handle in self._hooked.values():
-            handle.remove(quiet=True)
-        self._hooked.clear()
-
-    def hook_parameters(self, module: nn.Module) -> None:
-        """Hook the parameters that a module has now."""
-        for slot in self._by_module.get(module, ()):
-            parameter = slot.current()
-            if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
-                continue
-            before = self._hooked.get(slot)
-            if before is not None and before[0]() is parameter:
-                continue
-            if before is not None and not _is_distributed(parameter):
-                before[1].remove(quiet=True)  # it is on the shard, and never fires; one on a whole parameter still may
-            hook = functools.partial(self._take, slot.place)
-            handle = attach_tensor(parameter, hook, observe=True, name=slot.place.label)
-            self._hooked[slot] = weakref.ref(parameter), handle
-
-
-def _is_distributed(parameter: Any) -> bool:
-    """Return whether a parameter is a shard, which FSDP2 replaces by the whole one for a forward."""
-    return parameter is not None and placed(parameter) is not None

@@ -276,13 +276,11 @@ class StepMonitor:
         except BaseException:
             made.remove(quiet=True)
             raise
-        made._engine.rereads = False
-        begun = list(self._begun)  # what is left of that pass, a backward say, is of the step under way too
         self._end_part()
         made._passes.during.load_state_dict(self._watch._passes.during.state_dict())
         self._watch.remove(quiet=True)
         made._passes.on_forward, made.on_forget = self._begin_forward, self._forget_step
-        self._watch, self._listeners, self._begun, self._ordered_rows = made, listeners, begun, {}
+        self._watch, self._listeners, self._ordered_rows = made, listeners, {}
         for each, of_each in zip(listeners, places, strict=True):
             each.places = of_each
 

@@ -6,24 +6,21 @@
 
 Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
 (``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
-has to be known here too (`_kind`, `_shard`).
+has to be known here too (`_shard`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from functools import cached_property
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hookline.distributed.ranks import is_distributed, rank_count, rank_names, this_rank
+from hookline.distributed.ranks import is_distributed, rank_count, this_rank
 from hookline.distributed.reduce import Exchange, Holding, NamedPart, Reduced, SameIfEqual
 from hookline.distributed.shards import activation_shard, parameter_shard, tensor_parallel_ranks
-from hookline.errors import RankError
-from hookline.messages import listed
 from hookline.observe.watch.engine import BY_UNIT, AliveUnits, ExponentBins
 from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
 from hookline.sites.targets import select
@@ -34,11 +31,9 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
-    from hookline.observe.watch.row import Layout
 
 _MODULES: Final = ("forward", "backward")
 _PARAMETERS: Final = ("param", "param_grad")
-_LOCAL: Final = "param_grad_local"
 _UNITS: Final = "\x1f"
 """Stands between a label and the name of a statistic that is kept per unit; no name of a module has this character."""
 _SEVERAL_STAGES: Final = "ranks hold different parts of this module (stages of a pipeline), so there is no one output"
@@ -54,24 +49,13 @@ class RankStats:
     Args:
         engine: The statistics of this rank.
         model: The model, for its tensor-parallel groups.
-        options: What has to be the same on all ranks.
         replicated: Modules whose activations are the same on all ranks of a tensor-parallel group.
-        sharded: Modules of whose activations each rank has a part.
     """
 
-    def __init__(
-        self,
-        engine: StatsEngine,
-        model: nn.Module,
-        options: Mapping[str, Any] | None = None,
-        replicated: Target = None,
-        sharded: Target = None,
-    ) -> None:
+    def __init__(self, engine: StatsEngine, model: nn.Module, replicated: Target = None) -> None:
         self._engine = engine
         self._model = model
-        self._options = options
-        self._replicated = _names(model, replicated)
-        self._sharded = _names(model, sharded)
+        self._replicated = set() if replicated is None else {name for name, _ in select(model, replicated)}
         self._checked: dict[str, Holding] | None = None
         self.left_out: dict[str, str] = {}
         """Why the statistics of a place are not reduced over ranks, by its label."""
@@ -79,7 +63,7 @@ class RankStats:
     @cached_property
     def _exchange(self) -> Exchange:
         # Not before it is needed: exchanges are told apart by the order in which ranks make them.
-        return Exchange(f"watch of {type(self._model).__name__}", self._options)
+        return Exchange(f"watch of {type(self._model).__name__}")
 
     def to_metrics(self, snapshot: StatsSnapshot) -> dict[str, Any]:
         """Return every statistic of all ranks; every rank has to call it."""
@@ -109,23 +93,18 @@ class RankStats:
     # -- what this rank holds --------------------------------------------------------------------------------
 
     def _shard(self, place: WatchedPlace, row: NDArray[np.float64]) -> Hashable:
-        if place.kind == _LOCAL:
-            return None
         if place.kind in _PARAMETERS:
             return "replicated" if place.placed is None else parameter_shard(place.placed)
-        if place.name in self._sharded:
-            return None
-        group = self._group
         if place.name in self._replicated:
-            return ("group", group or tuple(range(rank_count())))
+            return ("group", self._group or tuple(range(rank_count())))
         if place.placed is not None:
             return activation_shard(place.placed)
-        if not group:
+        if not self._group:
             return None
         # Zeros are equal on all ranks, whatever they hold: a layer that begins with zeros is compared again later.
         kept = len(self._engine.layout.added)
         numbers = row[SUM], row[SQUARES], row[kept], row[kept + 1]  # what is not kept stays -inf
-        return SameIfEqual(group, place.label, any(number and abs(number) != math.inf for number in numbers))
+        return SameIfEqual(self._group, place.label, any(number and abs(number) != math.inf for number in numbers))
 
     @cached_property
     def _group(self) -> tuple[int, ...]:
@@ -135,34 +114,14 @@ class RankStats:
     # -- what all ranks hold ---------------------------------------------------------------------------------
 
     def _check(self, holdings: dict[str, Holding]) -> None:
-        """Raise if a rank lacks modules that the others have; note the places that cannot be reduced.
-
-        Stages of a pipeline have next to nothing in common. Two ranks that share most places, but not all, are no
-        stages: one of them lacks a module, or has one too many.
-        """
-        self.left_out = {}
+        """Note the modules with others inside of them that ranks do not have in common: stages of a pipeline."""
         containers = _containers(holdings)
-        by_ranks: dict[tuple[int, ...], set[str]] = {}
-        for label, held in holdings.items():
-            if _kind(label) and label not in containers:
-                by_ranks.setdefault(held.ranks, set()).add(label)
-        stage_of = {rank: frozenset(each for each in by_ranks if rank in each) for rank in range(rank_count())}
-        first_of = {stage: rank for rank, stage in sorted(stage_of.items(), reverse=True)}
-        places = {rank: set[str]().union(*(by_ranks[each] for each in stage)) for stage, rank in first_of.items()}
-        for low, high in combinations(sorted(places), 2):
-            ours, theirs = places[low], places[high]
-            if 2 * len(ours & theirs) > min(len(ours), len(theirs)):
-                lacks = [(low, theirs - ours), (high, ours - theirs)]
-                told = "; ".join(
-                    f"{rank_names([rank])} has no {listed(sorted(names), 3)}" for rank, names in lacks if names
-                )
-                raise RankError(
-                    f"Ranks do not watch the same places: {told}. Build the same model on every rank; stages of a "
-                    f"pipeline need names of their own, as in the whole model.",
-                    ranks=(low, high),
-                )
+        groups = {held.ranks for label, held in holdings.items() if _UNITS not in label and label not in containers}
+        stage_of = {rank: {each for each in groups if rank in each} for rank in range(rank_count())}
+        self.left_out = {}
         for label in containers:
-            if len({stage_of[rank] for rank in holdings[label].ranks}) > 1:
+            first, *others = (stage_of[rank] for rank in holdings[label].ranks)
+            if any(other != first for other in others):
                 self.left_out[label] = _SEVERAL_STAGES
         self._checked = holdings
 
@@ -173,11 +132,9 @@ class RankStats:
         added = _rows(reduced.added, [holdings[label].added.start for label in places], len(layout.added))
         num_kept = layout.width - len(layout.added) + 1
         kept = _rows(reduced.kept, [holdings[label].kept.start for label in places], num_kept)
-        # Each rank's own gradient is a firing; of anything else, one process would have fired once on the whole batch.
-        is_local = np.array([_kind(label) == _LOCAL for label in places], dtype=bool)
-        added[:, FIRES] = np.where(is_local, added[:, FIRES], kept[:, -1])
+        added[:, FIRES] = kept[:, -1]  # one process would have fired once, on the whole batch
         rows = np.concatenate([added, kept[:, :-1]], axis=1)
-        metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" if label else "" for label in places]))
+        metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" for label in places]))
         for label in labels:
             place, _, statistic = label.partition(_UNITS)
             name = statistic.partition(_UNITS)[0]
@@ -190,7 +147,7 @@ class RankStats:
                 continue
             else:
                 values = reduced.kept[holdings[label].kept]
-            metrics[f"{place}/{name}" if place else name] = BY_UNIT[name].as_metric(values.tolist())
+            metrics[f"{place}/{name}"] = BY_UNIT[name].as_metric(values.tolist())
         return metrics
 
 
@@ -207,42 +164,11 @@ def rank_in_words() -> list[str]:
     return [f"only rank {this_rank()} of {rank_count()}; to_metrics(), called on every rank, gives all together"]
 
 
-def same_on_ranks(target: Any, exclude: Any, kinds: Iterable[str], layout: Layout, every: Any) -> dict[str, Any]:
-    """Return the options of a watch that have to be the same on all ranks, in a form that can be compared."""
-    return {
-        "target": _comparable(target),
-        "exclude": _comparable(exclude),
-        "on": tuple(kinds),
-        "stats": layout.stats,
-        "every": every,
-    }
-
-
-def _comparable(target: Any) -> Any:
-    """Return names and patterns as they are; of objects, which are not the same on two ranks, their types."""
-    if target is None or isinstance(target, str | type):
-        return target
-    if isinstance(target, list | tuple):
-        return [_comparable(each) for each in target]
-    return type(target).__name__
-
-
-def _kind(label: str) -> str:
-    """Return the kind in a label; nothing for a value of the user's own, which has none."""
-    last = label.rpartition("/")[2]
-    return last if last in (*_MODULES, *_PARAMETERS, _LOCAL) else ""
-
-
 def _containers(labels: Iterable[str]) -> list[str]:
     """Return the labels of modules that have another labelled module inside."""
-    names = {label: label.rpartition("/")[0] for label in labels if _kind(label) in _MODULES}
+    names = {label: label.rpartition("/")[0] for label in labels if label.rpartition("/")[2] in _MODULES}
     around: set[str] = set()
     for name in filter(None, set(names.values())):
         parts = name.split(".")
         around |= {".".join(parts[:count]) for count in range(len(parts))}
     return [label for label, name in names.items() if name in around]
-
-
-def _names(model: nn.Module, target: Target) -> set[str]:
-    """Return the names of the modules that a target selects."""
-    return set() if target is None else {name for name, _ in select(model, target)}

@@ -258,7 +258,7 @@ def _legend(rows: Mapping[str, Any], names: Sequence[str], places: Mapping[str, 
     """Return how many sites and rows there are, and what the columns mean."""
     sites, hidden = len(set(places.values())), len(places.keys() - rows.keys())
     counts = f"{sites} site{'s' * (sites != 1)}, {len(rows)} row{'s' * (len(rows) != 1)}"
-    more = f", {hidden} not shown: no numbers yet, report()['silent'] says why" if hidden else ""
+    more = f"; {hidden} more without numbers yet, report()['silent'] says why" if hidden else ""
     return counts + more, "; ".join([_SINCE, *(f"{name} {_MEANINGS[name]}" for name in names if name in _MEANINGS)])
 
 

@@ -1,17 +1,15 @@
-"""Say which rank, micro-batch and layer was the first with NaN, infinity or a spike.
+"""Say which rank, micro-batch and layer was the first with NaN or infinity.
 
 Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
 and judges a step when it is over, in `StepAlarm._end_step`.
 
 It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`: only there is every rank
-known to take part. Another kind of trouble is a word in `_WORDS`; `_judge` has to find it, and `_find` and
-``Trouble.__str__`` name the words and need a case for it.
+known to take part.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -19,17 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import counted, listed, short_repr
-from hookline.observe.watch.hooks import LOCAL_GRADIENT
 from hookline.observe.watch.monitor import NAMED, PlaceRow, RowPart, StepListener, listen
-from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
+from hookline.observe.watch.row import BAD, INF, NAN
 from hookline.phases import phase
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import nn
     from torch.optim import Optimizer
 
@@ -37,16 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookline.observe.alarm")
 
-_KINDS: Final = ("forward", "backward", LOCAL_GRADIENT)
+_KINDS: Final = ("forward", "backward")
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
 _LOGGED: Final = 10
 """How many are logged, and shown."""
-_HISTORY: Final = 5
-"""Micro-batches that a place is seen in before one can be a spike."""
-_SMOOTHING: Final = 0.9
-"""The share of the old mean in the running mean of the norms of a place."""
-_WORDS: Final = ("NaN", "Inf", "spike")
+_WORDS: Final = ("NaN", "Inf")
 
 
 @dataclass(frozen=True)
@@ -61,11 +52,9 @@ class Trouble:
     place: str
     """The first place where it was seen, in the order of calls: ``"layers.3/forward"``."""
     what: str
-    """``"NaN"``, ``"Inf"`` or ``"spike"``."""
+    """``"NaN"`` or ``"Inf"``."""
     value: float
-    """How many NaN or infinities; of a spike, the norm."""
-    usual: float
-    """Of a spike, the usual norm; else 0."""
+    """How many NaN or infinities."""
     places: int
     """At how many places it was seen in this micro-batch."""
     order: int
@@ -74,17 +63,15 @@ class Trouble:
     """What ``note_batch`` was given."""
     doubts: tuple[str, ...] = ()
     """Other places that may have been the first. On a GPU the numbers of all calls of a module are added up, so which
-    call was bad is not known where it was called several times; a spike is that of all calls together."""
+    call was bad is not known where it was called several times."""
 
     def __str__(self) -> str:
         where = f"step {self.step}, rank {self.rank}, micro-batch {self.micro_batch}"
         batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
-        is_spike = self.what == "spike"
-        told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if is_spike else f"{int(self.value)} numbers"
         doubt = f", the first among it and {listed(self.doubts, NAMED)}" if self.doubts else ""
         others = self.places - 1 - len(self.doubts)
         more = f", and {counted(others, 'place')} after it" if others > 0 else ""
-        return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{doubt}{more}"
+        return f"{where}{batch}: {self.what} ({int(self.value)} numbers) at {self.place!r}{doubt}{more}"
 
 
 def alarm(
@@ -93,14 +80,13 @@ def alarm(
     *,
     optimizer: Optimizer | None = None,
     on: str | Sequence[str] = _KINDS,
-    spike: float | None = None,
     exclude: Target = None,
 ) -> StepAlarm:
-    """Find which rank, micro-batch and layer was the first with NaN, infinity or a spike.
+    """Find which rank, micro-batch and layer was the first with NaN or infinity.
 
     Recipe::
 
-        alarm = hookline.observe.alarm(model, optimizer=optimizer, spike=10)
+        alarm = hookline.observe.alarm(model, optimizer=optimizer)
         for ids, batch in data:
             alarm.note_batch(ids)
             train_step(batch)
@@ -114,16 +100,12 @@ def alarm(
         model: The model; after DDP, FSDP2 or ``parallelize_module`` has wrapped it.
         target: Which modules, and with them the parameters below; all by default.
         optimizer: Its steps are the steps; without one, call ``alarm.step()`` after each.
-        on: Where to look: ``"forward"``, ``"backward"``, and ``"param_grad_local"``, the gradients of parameters before
-            ranks reduce them; after that every rank has the NaN of one.
-        spike: How many times its usual norm makes a spike; None looks for NaN and infinity alone. The usual norm is a
-            running mean, known after five micro-batches. Norms that stay high are one spike, and soon the usual ones.
+        on: Where to look: ``"forward"``, ``"backward"``, both by default. Once ranks have reduced gradients, every rank
+            has the NaN of one; these are before that.
         exclude: Modules and parameters to leave out.
     """
-    if spike is not None and not spike > 1:
-        raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
     inner = None if optimizer is None else unwrap_optimizer(optimizer)
-    return StepAlarm(listen(model, target, on=on, exclude=exclude), inner, spike)
+    return StepAlarm(listen(model, target, on=on, exclude=exclude), inner)
 
 
 class StepAlarm(ShownAsTable):
@@ -133,15 +115,10 @@ class StepAlarm(ShownAsTable):
     Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
     """
 
-    def __init__(self, listener: StepListener, optimizer: Optimizer | None, spike: float | None) -> None:
+    def __init__(self, listener: StepListener, optimizer: Optimizer | None) -> None:
         self.troubles: list[Trouble] = []
         """What this rank has found, the first first; at most 1,000."""
         self._listener = listener
-        self._spike = spike
-        self._usual: dict[str, tuple[int, float]] = {}
-        """By place: in how many micro-batches it was seen, and the running mean of its norms."""
-        self._is_high = False
-        """Whether the last micro-batch had a spike."""
         self._steps = 0
         self._removed = False
         self._handles = HandleSet()
@@ -208,37 +185,18 @@ class StepAlarm(ShownAsTable):
         self._steps += 1
 
     def _find(self, part: RowPart, micro_batch: int) -> None:
-        """Note the first place of each kind of trouble in one micro-batch."""
-        found: dict[str, dict[PlaceRow, tuple[float, float]]] = {what: {} for what in _WORDS}
-        for each in part.of_places():
-            what, value, usual = self._judge(each.label, each.row)
-            if what:
-                found[what][each] = value, usual
-        was_high, self._is_high = self._is_high, bool(found["spike"])
+        """Note the first place with NaN, and the first with infinity, in one micro-batch."""
+        found: dict[str, dict[PlaceRow, float]] = {what: {} for what in _WORDS}
+        for each in part.of_places(BAD):
+            nan, inf = each.row[[NAN, INF]].tolist()
+            # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
+            found["NaN" if nan or not inf else "Inf"][each] = nan or inf or 1.0
         bad = part.sort([*found["NaN"], *found["Inf"]]).places
-        first_first = dict.fromkeys("NaN" if place in found["NaN"] else "Inf" for place in bad)
-        for what in (*first_first, *(["spike"] if self._is_high and not was_high else [])):
+        for what in dict.fromkeys("NaN" if place in found["NaN"] else "Inf" for place in bad):
             calls = part.sort(found[what])
             first = calls.places[0]
-            seen = what, *found[what][first], len(calls.places), first.number, part.label, calls.doubts
+            seen = what, found[what][first], len(calls.places), first.number, part.label, calls.doubts
             self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))
-
-    def _judge(self, place: str, row: NDArray[np.float64]) -> tuple[str, float, float]:
-        """Return what is wrong with one place in one micro-batch (a word of `_WORDS`, or ""), its value, the usual one.
-
-        It also takes the norm into the running mean of the place: call it once for each row.
-        """
-        fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
-        if bad:
-            # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
-            return ("NaN", nan or 1.0, 0.0) if nan or not inf else ("Inf", inf, 0.0)
-        norm, most = math.sqrt(squares / fires), math.inf
-        seen, usual = self._usual.get(place, (0, 0.0))
-        if self._spike is not None and seen >= _HISTORY:
-            most = self._spike * usual
-        weight = max(1 - _SMOOTHING, 1 / (seen + 1))
-        self._usual[place] = seen + 1, usual + (min(norm, most) - usual) * weight
-        return ("spike" if norm > most else "", norm, usual)
 
     def _note(self, trouble: Trouble) -> None:
         if len(self.troubles) < _KEPT:

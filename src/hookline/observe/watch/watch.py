@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.error_policy import warn_user
@@ -40,7 +40,7 @@ from hookline.observe.watch.hooks import (
     WatchSites,
     checked_kinds,
 )
-from hookline.observe.watch.ranks import RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.ranks import RankStats, rank_in_words
 from hookline.observe.watch.row import Layout, table_of
 from hookline.phases import During, phase, validate_phases
 from hookline.sites.roles import Layers, with_role
@@ -70,7 +70,6 @@ def watch(
     scaler: Any = None,
     during: str | Iterable[str] = "train",
     replicated: Target = None,
-    sharded: Target = None,
     role: str | None = None,
     layer: Layers = None,
     budget: float | None = None,
@@ -95,10 +94,8 @@ def watch(
             well. All by default.
         on: What to watch: ``"forward"`` the outputs of modules, ``"backward"`` the gradients of these outputs,
             ``"param"`` the parameters as they are when you ask, ``"param_grad"`` their gradients at each step; all
-            four by default. Also ``"param_grad_local"``: gradients of parameters as each backward pass of this rank
-            makes them, before they are accumulated, and before ranks reduce them. Of an output that is no tensor, its
-            main tensor: the first with more than one real number; of several gradients, that of the main one among
-            those that came.
+            four by default. Of an output that is no tensor, its main tensor: the first with more than one real number;
+            of several gradients, that of the main one among those that came.
         stats: Which statistics: ``mean``, ``std``, ``norm`` (of one tensor, root mean square over firings), ``rms``,
             ``min``, ``max``, ``absmax``, ``zero_fraction``, ``nonfinite`` (firings with NaN or Inf in them) are the
             default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (if not asked for, all four
@@ -117,9 +114,8 @@ def watch(
             gradients on; every other is an evaluation. Until there was training, forwards that are most like it count
             (a served model has no others), and they are forgotten when training begins. The report says what was left
             out; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
-        replicated: Modules whose activations are the same on all ranks of a tensor-parallel group. Where neither this
-            nor ``sharded`` names a module, ranks compare their numbers when they first exchange them.
-        sharded: Modules of whose activations each rank of a tensor-parallel group has a part.
+        replicated: Modules whose activations are the same on all ranks of a tensor-parallel group. If it names none,
+            ranks compare their numbers when they first exchange them.
         role: In place of a target, the role of the modules in a language model, such as ``"resid"``; see ``attach``.
         budget: What the watch may cost, as a share of the time of steps (0.02): the first ones are timed, with its
             hooks and without, and from then on it looks at fewer of them.
@@ -138,8 +134,7 @@ def watch(
     schedule = StepSchedule.of(every)
     limit = None if budget is None else BudgetedSchedule(schedule, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler, limit)
-    same = same_on_ranks(target, exclude, kinds, layout, every)
-    found._ranks = RankStats(found._engine, found.model, same, replicated, sharded)
+    found._ranks = RankStats(found._engine, found.model, replicated)
     try:
         found._sites.choose(target, exclude, kinds, lenient=on is None)
         found._follow(optimizer)
@@ -196,8 +191,7 @@ class Watch(ShownAsTable):
         """
         snapshot = self._snapshot(reset=reset)
         is_alone = local or not is_distributed()
-        metrics = self._engine.to_metrics(snapshot) if is_alone else self._ranks.to_metrics(snapshot)
-        return metrics if self.budget is None else metrics | self.budget.to_metrics()
+        return self._engine.to_metrics(snapshot) if is_alone else self._ranks.to_metrics(snapshot)
 
     def _snapshot(self, *, reset: bool = False) -> StatsSnapshot:
         """Return all numbers of this rank as they are now; with `reset`, count from zero afterwards."""
@@ -212,13 +206,6 @@ class Watch(ShownAsTable):
     def reset(self) -> None:
         """Forget what was counted so far, and go on."""
         self._engine.reset()
-
-    def update(self, name: str, tensor: Tensor) -> None:
-        """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
-        if not isinstance(tensor, Tensor):
-            raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._steps.is_due and self._passes.counts_now():
-            self._engine.take(self._engine.place(name, ""), tensor)
 
     @property
     def steps(self) -> int:
@@ -327,7 +314,7 @@ class Watch(ShownAsTable):
         """Drop what was counted: training begins, and it was something else."""
         self._engine.flush()
         for place in list(self._engine.places.values()):
-            if place.kind not in ("", "param"):
+            if place.kind != "param":
                 place.empty()
         self._steps.restart(self._steps.what)
         self.on_forget()
@@ -417,10 +404,7 @@ class TimeMark:
             return later._seconds - self._seconds
         if not (self._event.query() and later._event.query()):
             return None
-        try:
-            return float(self._event.elapsed_time(later._event)) / 1e3
-        except (RuntimeError, ValueError):  # on two devices
-            return later._seconds - self._seconds
+        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 class BudgetedSchedule:
@@ -448,48 +432,40 @@ class BudgetedSchedule:
         self._schedule = schedule
         self._waited = _LONGEST
         """How many steps of the schedule have begun since the last look."""
-        self._counts = [0, 0]
-        """How many steps were timed, and how many of them are of the schedule."""
-        self._open: tuple[int, bool, TimeMark] | None = None
-        """The step under way, as long as steps are timed: its number, whether it is due, its beginning."""
-        self._over: deque[tuple[bool, TimeMark, TimeMark]] = deque()
-        """Steps that are over, whose times may not have arrived."""
-        self._times: dict[bool, list[float]] = {True: [], False: []}
-        """Seconds of steps with a look, and without."""
+        self._marks: list[TimeMark] = []
+        """The beginnings of the steps that are timed, until the interval is set."""
+        self._begun: list[tuple[bool, bool]] = []
+        """For each of them whether it is of the schedule, and whether it is due."""
 
     def begin(self, step: int) -> bool:
         """Begin `step`, when the one before is over; return whether it is due."""
         is_asked = self._schedule.is_active(step)
         if step == 0:  # also where steps are counted anew
-            self._waited = _LONGEST
+            self._waited, self._marks, self._begun = _LONGEST, [], []
         if self.actual is None:
-            now = TimeMark()
-            self._take_times(step, now)
+            self._marks.append(TimeMark())
+            self._set_interval()
         is_due = is_asked and self._waited + 1 >= self.every
         self._waited = 0 if is_due else self._waited + is_asked
         if self.actual is None:
-            self._counts = [self._counts[0] + 1, self._counts[1] + is_asked]
-            self._open = step, is_due, now
+            self._begun.append((is_asked, is_due))
         return is_due
 
-    def _take_times(self, step: int, now: TimeMark) -> None:
-        """Take the times that have arrived; set the interval, if there are enough."""
-        if self._open is not None and step == self._open[0] + 1:
-            self._over.append((*self._open[1:], now))
-        while self._over and (seconds := self._over[0][1].seconds_until(self._over[0][2])) is not None:
-            self._times[self._over.popleft()[0]].append(seconds)
-        if min(map(len, self._times.values())) >= _TIMED:
-            bare = max(median(self._times[False]), 1e-9)
-            cost = max(0.0, median(self._times[True]) - bare)
-            rate = self._counts[1] / self._counts[0]
+    def _set_interval(self) -> None:
+        """Set the interval, if the times of enough steps have arrived."""
+        if sum(is_due for _, is_due in self._begun) < _TIMED:
+            return
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for (_, is_due), (begin, end) in zip(self._begun, pairwise(self._marks), strict=True):
+            if (seconds := begin.seconds_until(end)) is not None:
+                times[is_due].append(seconds)
+        if min(map(len, times.values())) >= _TIMED:
+            bare = max(median(times[False]), 1e-9)
+            cost = max(0.0, median(times[True]) - bare)
+            rate = sum(is_asked for is_asked, _ in self._begun) / len(self._begun)
             longest = max(1, math.floor(_LONGEST * rate))
             self.every = min(longest, max(1, math.ceil(cost * rate / (self.share * bare))))
             self.actual = cost * rate / self.every / bare
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return what was asked for, and, once it is known, what it costs and the interval of looks."""
-        asked = {"budget/asked": self.share}
-        return asked if self.actual is None else asked | {"budget/actual": self.actual, "budget/every": self.every}
 
     def __repr__(self) -> str:
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
@@ -502,4 +478,4 @@ class BudgetedSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; where the interval was not set, steps are timed anew."""
         self.every, self.actual, self._waited = state["every"], state["actual"], state["waited"]
-        self._open = None
+        self._marks, self._begun = [], []

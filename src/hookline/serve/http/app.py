@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from hookline import __version__
 from hookline.serve.http.error_answers import ERRORS, Refused, add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import NAMED, ChatFormat, CompletionFormat, Generation
-from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths, LiveHookPaths
+from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths, LiveHookPaths, metrics_page
 from hookline.serve.http.request_bodies import ChatBody, CompletionBody
 from hookline.serve.http.request_gate import Gate, Settings
 from hookline.serve.serving_engine import Engine
@@ -55,7 +55,7 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     app.state.serving = routes.serving
     routes.add_to(app)
     add_exception_handlers(app)
-    app.add_middleware(Gate, settings=settings, seconds=routes.page.seconds)
+    app.add_middleware(Gate, settings=settings)
     return app
 
 
@@ -111,11 +111,11 @@ class _Routes(LiveHookPaths):
         return json_response({"status": status}, 200 if status == "ready" else 503)
 
     async def show_metrics(self) -> Any:
-        """Give the counts of the engine, its hooks and HTTP, in Prometheus' text format."""
+        """Give the counts of the engine and its hooks, in Prometheus' text format."""
         figures = await self.figures() if self.serving.status == "ready" else []
         # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
-        return Response(self.page.page(counts, figures), media_type=self.page.content_type)
+        return metrics_page(counts, figures)
 
 
 def _modules(engine: Engine, pattern: str) -> Any:
@@ -134,7 +134,7 @@ def make_hook_app(hooks: HookPaths) -> Any:
     app = FastAPI(title="hookline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     hooks.add_to(app)
     add_exception_handlers(app)
-    return Gate(app, hooks.settings, hooks.page.seconds)
+    return Gate(app, hooks.settings)
 
 
 # -- what routes know of the engine ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 404 and 405 are, too
 from fastapi.responses import Response
 
-from hookline.errors import EngineBusy, EngineClosed, Hint, HooklineError, HookNameError, NotAllowedError
+from hookline.errors import EngineBusy, EngineClosed, HooklineError, HookNameError, NotAllowedError
 from hookline.specs.hook_spec import error_of_faults, fault_to_tell
 
 _TYPES: Final = {
@@ -68,15 +68,11 @@ def refused_response(refused: Refused) -> Any:
     return json_response(error_body(refused), refused.status, refused.headers)
 
 
-def refusal_from_error(error: Exception, words: Mapping[Hint, str] | None = None) -> Refused:
-    """Return the answer to an error that the engine, or attaching a hook, raised.
-
-    Clients have no Python: hints are left out, except those that `words` says as a client can follow them.
-    """
+def refusal_from_error(error: Exception) -> Refused:
+    """Return the answer to an error that the engine, or attaching a hook, raised."""
     if isinstance(error, Refused):
         return error
-    said = error.text({**dict.fromkeys(Hint, ""), **(words or {})}) if isinstance(error, HooklineError) else str(error)
-    message = said or type(error).__name__
+    message = str(error) or type(error).__name__
     if isinstance(error, EngineBusy):
         return Refused(429, message, headers={"Retry-After": "1"})
     if isinstance(error, EngineClosed):
@@ -100,17 +96,14 @@ def _refusal_from_validation(faults: Sequence[Mapping[str, Any]], kind: type | N
         text = "The body is a JSON object with Content-Type: application/json; see /openapi.json for its keys."
         return Refused(400, text, param="$")
     error = error_of_faults([{**first, "loc": place}], kind)
-    return Refused(400, error.text(dict.fromkeys(Hint, ""))[:_LONGEST], param=".".join(["$", *map(str, place[:1])]))
+    return Refused(400, str(error)[:_LONGEST], param=".".join(["$", *map(str, place[:1])]))
 
 
 # -- exceptions of routes ------------------------------------------------------------------------------------------
 
-_WORDS: Final = {Hint.LIST_MODULES: "See all: GET /modules."}
-
 
 async def _on_refused(http: HttpRequest, error: Exception) -> Any:
-    has_modules = any(route.path == "/modules" for route in http.app.routes)  # beside another engine's, there is none
-    return refused_response(refusal_from_error(error, _WORDS if has_modules else None))
+    return refused_response(refusal_from_error(error))
 
 
 async def _on_body(http: HttpRequest, error: Any) -> Any:

@@ -36,8 +36,6 @@ NAMED: Final = "X-Request-Id"
 _NEVER: Final = -9999.0
 """What OpenAI sends for a token that is all but impossible; JSON has no infinity."""
 _BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
-_GONE: Final = 499
-"""Status for the metrics alone: the client has disconnected."""
 
 
 @dataclass
@@ -96,7 +94,7 @@ class Generation:
             headers["Cache-Control"] = "no-store"
             return StreamingResponse(self._pieces(form), media_type="text/event-stream", headers=headers)
         if not await self._are_whole():
-            return Response(status_code=_GONE)
+            return Response()  # to nobody: the client has disconnected
         return await self._apart(lambda: json_response(form.whole(self.answers), headers=headers))
 
     async def _apart(self, act: Callable[[], T]) -> T:

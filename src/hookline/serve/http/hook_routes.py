@@ -1,7 +1,7 @@
 """Attach, list and remove hooks over HTTP, between two forwards; and write the page of their metrics.
 
 `HookPaths` has the routes; `LiveHookPaths` asks the `LiveHooks` of our engine, and the endpoints of another engine its
-workers. `Metrics` is the page in Prometheus' format, of the engine, its hooks and HTTP.
+workers. `metrics_page` is the page in Prometheus' format, of the engine and its hooks.
 A spec that comes over HTTP is not trusted: its factory has to be on the allow-list, its paths in the export folder.
 """
 
@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hookline.engines.live_hooks import ready_name
@@ -74,7 +76,6 @@ class HookPaths:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.page = Metrics()
 
     # -- of one engine: hooks are dictionaries as ``LiveHook.to_plain`` makes them -----------------------------
 
@@ -169,9 +170,6 @@ class LiveHookPaths(HookPaths):
 
 # -- the page of metrics -------------------------------------------------------------------------------------------
 
-_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Of a request that generates, in seconds; prometheus_client's own end at 10."""
-
 _NOW: Final = frozenset(
     {"requests_waiting", "requests_running", "captured_bytes_reserved", "captured_bytes_limit", "hooks"}
 )
@@ -181,36 +179,11 @@ HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
 """A live hook as ``GET /hooks`` shows it, and its own metrics."""
 
 
-class Metrics:
-    """Hold the registry, and write the page.
-
-    Recipe: ``metrics.page(engine.counts(), [])``.
-    """
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self.seconds = Histogram(
-            "hookline_http_request_duration_seconds",
-            "From the first byte of a request to the last of its answer",
-            ["method", "route", "status"],
-            registry=self._registry,
-            buckets=_BUCKETS,
-        )
-        """Of every request; `Gate` observes it."""
-        self._now: list[Any] = []
-        """The families of the moment."""
-        self._registry.register(self)
-        self.content_type = str(CONTENT_TYPE_LATEST)
-        """The media type of the page."""
-
-    def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
-        """Return the text."""
-        self._now = [*_engine_families(counts), *_hook_families(hooks)]
-        return bytes(generate_latest(self._registry))
-
-    def collect(self) -> Iterator[Any]:
-        """Yield what the registry asks for beside its histogram."""
-        yield from self._now
+def metrics_page(counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> Any:
+    """Return the response with the counts of an engine, and its hooks."""
+    families = [*_engine_families(counts), *_hook_families(hooks)]
+    page = generate_latest(SimpleNamespace(collect=lambda: families))  # asked for nothing else
+    return Response(page, media_type=str(CONTENT_TYPE_LATEST))
 
 
 def _family(name: str, words: str, *, grows: bool, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check token and origin, bound the body and measure the time of each request, before FastAPI sees it.
+"""Check token and origin and bound the body of each request, before FastAPI sees it.
 
 uvicorn calls `Gate`, which calls the app with what `Settings` lets through. It is outside of FastAPI because FastAPI
 reads the whole body first: a client without the token could make it read gigabytes, and would learn whether they parse.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from prometheus_client import Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hookline.errors import OptionError
@@ -74,25 +72,22 @@ class Settings:
 class Gate:
     """An ASGI app around another one.
 
-    Recipe: ``app.add_middleware(Gate, settings=settings, seconds=metrics.seconds)``.
+    Recipe: ``app.add_middleware(Gate, settings=settings)``.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, seconds: Histogram) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start = time.perf_counter()
-        status, has_stalled = 500, False
+        has_stalled = False
 
         async def sending(message: Message) -> None:
-            nonlocal status, has_stalled
-            status = message.get("status", status)
+            nonlocal has_stalled
             for piece in _pieces(message):
                 try:
                     async with asyncio.timeout(self._settings.body_s):
@@ -110,10 +105,6 @@ class Gate:
         finally:
             for act in scope.get(AT_THE_END, ()):
                 act()
-            # Methods that there are, and the route as it is declared: no client can invent new series of metrics.
-            method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
-            route = str(getattr(scope.get("route"), "path", "other"))
-            self._seconds.labels(method, route, str(status)).observe(time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

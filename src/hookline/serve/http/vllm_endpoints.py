@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fastapi.responses import Response
 from starlette.routing import Route
 
 from hookline.engines.request_options import ClientHook
@@ -28,7 +27,7 @@ from hookline.engines.vllm.vllm_hooks import check_answers, merge_hooks, merge_m
 from hookline.serve.http.app import make_hook_app
 from hookline.serve.http.error_answers import Refused, json_response
 from hookline.serve.http.generation_routes import base64_data
-from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths
+from hookline.serve.http.hook_routes import PATIENCE_S, HookPaths, metrics_page
 from hookline.serve.http.request_gate import Settings
 
 logger = logging.getLogger("hookline.engines.vllm")
@@ -107,7 +106,7 @@ class WorkerCalls(HookPaths):
     async def attach(self, given: ClientHook) -> dict[str, Any]:
         """Attach one hook in all workers, or in none."""
         async with self._changes:
-            answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow], True, "http")
+            answers = await self._call(_ADD, [asdict(given)], [*self.settings.allow])
             try:
                 return merge_hooks(answers)[0]
             except Exception:
@@ -135,7 +134,7 @@ class WorkerCalls(HookPaths):
         found = [answer["engine"] for answer in answers]
         counts = {name: max(float(each[name]) for each in found) for name in _COUNTS}
         counts["captured_bytes_reserved"] = sum(float(each["captured_bytes"]) for each in found)
-        return Response(self.page.page(counts, await self.figures()), media_type=self.page.content_type)
+        return metrics_page(counts, await self.figures())
 
     async def take_results(self, key: str) -> Any:
         """Give what a request asked for under the UUID that its client made up, once; an entry for each answer.

@@ -31,7 +31,7 @@ from hookline.sites import _torch
 _FORWARD: Final = "forward"
 _STATE: Final = "__getstate__"
 _REPLICATE: Final = "_replicate_for_data_parallel"
-_BOUND: Final = (_FORWARD, _STATE, _REPLICATE)
+_BOUND: Final = (_FORWARD, _STATE, _REPLICATE, _torch.CALL_IMPL)
 OWN_FORWARD: Final = "_hookline_own_forward"
 """The attribute with the ``forward`` that somebody else had given a module before it got one of ours in its place."""
 _STANDS_FOR: Final = "hookline_stands_for"
@@ -46,30 +46,34 @@ def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
     if not wanted:
-        if _is_own_forward(module, own):
+        theirs = None if _is_own_forward(module, own) else stands_for(own)
+        if OWN_FORWARD not in module.__dict__:
             unbind_forward(module)
-        elif hasattr(own, _STANDS_FOR):
-            module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
+        if theirs is not None:
+            module.__dict__[_FORWARD] = theirs
     elif own is not None:
         is_ours = _is_own_forward(module, own) or hasattr(own, _STANDS_FOR)
         if not is_ours and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
-    elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
+    elif isinstance(forward, FunctionType) and forward is not nn.Module.forward:  # that of containers is never called
         bind_forward(module, forward)
-    elif forward is not nn.Module.forward:  # which containers have, and which is never called
-        _compile_again(type(module))
 
 
 def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give the module a ``forward`` that its copies do not have."""
     module.__dict__[_FORWARD] = MethodType(forward, module)
+    hide_from_copies(module)
+
+
+def hide_from_copies(module: nn.Module) -> None:
+    """Have copies of a module leave out what is bound to the module itself."""
     module.__dict__[_STATE] = MethodType(_state_for_copy, module)
     module.__dict__[_REPLICATE] = MethodType(_replica, module)
 
 
 def unbind_forward(module: nn.Module) -> None:
     """Take it away."""
-    for name in _BOUND:
+    for name in (_FORWARD, _STATE, _REPLICATE):
         module.__dict__.pop(name, None)
 
 
@@ -97,7 +101,8 @@ def _unbound(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     kept = {key: state[key] for key in state if key not in (*_BOUND, OWN_FORWARD)}
-    return kept if state.get(OWN_FORWARD) is None else {**kept, _FORWARD: state[OWN_FORWARD]}
+    theirs = state.get(OWN_FORWARD, getattr(state.get(_FORWARD), _STANDS_FOR, None))
+    return kept if theirs is None else {**kept, _FORWARD: theirs}
 
 
 def is_forward_replaced(module: nn.Module) -> bool:
@@ -127,35 +132,6 @@ def _is_own_forward(module: nn.Module, own: Any) -> bool:
 
 
 def ignores_hooks(module: nn.Module) -> bool:
-    """Return whether compiled code of the module's forward was made without guards, so that it never notices hooks.
-
-    Guards name the class of each module they are about. Code that has no guards at all does not say which modules are
-    inside of it, so it counts for every module.
-    """
-    if _torch.skips_guards() or _is_compiled_by_vllm(module):
-        return True
-    name = str(id(type(module)))
-    own = getattr(type(module).forward, "__code__", None)
-    for code in _torch.compiled_code():
-        texts = _torch.guards_of(code)
-        if all(_SOURCE not in text for text in texts) or (code is own and all(name not in text for text in texts)):
-            return True
-    return False
-
-
-def _is_compiled_by_vllm(module: nn.Module) -> bool:
-    """Return whether vLLM has compiled the module: such code may lie outside of the compiler's own caches."""
+    """Return whether vLLM has compiled the module: its code was made without guards, so it never notices hooks."""
     bases = {base.__name__ for base in type(module).__mro__}
     return "TorchCompileWithNoGuardsWrapper" in bases and not getattr(module, "do_not_compile", False)
-
-
-_SOURCE: Final = "source="
-"""In the text of guards, before what each is about."""
-
-
-def _compile_again(cls: type) -> None:
-    """Forget compiled code that meets modules of this class, and no other."""
-    name = str(id(cls))
-    for code in _torch.compiled_code():
-        if any(name in text for text in _torch.guards_of(code)):
-            _torch.forget_compiled(code)

@@ -37,7 +37,7 @@ from hookline.sites.gradients.backward_call import GradientHooks
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer, OrderGroup, next_order
 from hookline.sites.kinds import Kind
-from hookline.sites.module_hooks import LOCK, ON_SWEEP
+from hookline.sites.module_hooks import LOCK
 from hookline.sites.site_info import FunctionSite
 
 if TYPE_CHECKING:
@@ -156,18 +156,16 @@ def _patch_class(attachment: Attachment, place: Place) -> None:
     _PATCHED[place.func].users.add(attachment)
 
 
-def restore_classes(attachment: Attachment | None = None) -> None:
-    """Give the classes their own bases back that have no hooks any more, that of ``attachment`` not counted."""
-    with LOCK:
-        for patch in tuple(_PATCHED.values()):
-            if attachment is not None:
-                patch.users.discard(attachment)
-            if not patch.users:
-                patch.restore()
-                del _PATCHED[patch.cls]
+def restore_classes(attachment: Attachment) -> None:
+    """Give the classes their own bases back that have no hooks any more, now that ``attachment`` is off; under LOCK.
 
-
-ON_SWEEP.append(restore_classes)
+    A class whose hooks went with their model waits for the next hook on a function that comes off.
+    """
+    for patch in tuple(_PATCHED.values()):
+        patch.users.discard(attachment)
+        if not patch.users:
+            patch.restore()
+            del _PATCHED[patch.cls]
 
 
 def _unseen(hook: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import get_overridable_functions, resolve_name
 
 from hookline.errors import NoMatchError, TargetError, UnhookableError
-from hookline.messages import close_names, type_name
+from hookline.messages import close_names
 from hookline.sites import _torch
 from hookline.sites.targets import as_list, describe, is_nothing, name_matcher
 
@@ -42,21 +42,6 @@ class Place:
         """Return whether it is an operator, which is seen below autograd and has no gradient hooks."""
         return isinstance(self.func, _torch.OpOverload)
 
-    @property
-    def changes_tensor(self) -> bool:
-        """Return whether it changes its tensor, or belongs to that very object: then it cannot be given an alias.
-
-        Gradients of such a function cannot be edited (``attach_function._able``).
-        """
-        parts = self.name.split(".")
-        in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
-        return in_place or not _ABOUT_THE_TENSOR.isdisjoint(parts)
-
-
-_ABOUT_THE_TENSOR: Final = frozenset(
-    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "as_subclass", "data"}
-    | {"__set__", "__setitem__", "__deepcopy__"}
-)
 
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.nn.functional", torch.nn.functional),
@@ -120,14 +105,8 @@ def _function_place(item: Any) -> Place:
             f"{item!r} is no function; give a function of torch, a name or glob ('*.softmax', 'aten.mm*'), an "
             "operator, a subclass of torch.autograd.Function, or a list of these."
         )
-    if isinstance(item, torch.nn.Module):
-        what = type_name(item)
-        raise TargetError(f"{what[0].upper()}{what[1:]} is a module: use hookline.attach, or give it as within=.")
-    if isinstance(item, type) and issubclass(item, torch.nn.Module):
-        raise TargetError(
-            f"{item.__name__} is a class of modules: hookline.attach(model, {item.__name__}, hook) takes those in a "
-            "model."
-        )
+    if isinstance(item, torch.nn.Module) or (isinstance(item, type) and issubclass(item, torch.nn.Module)):
+        raise TargetError(f"{describe(item)} is no function: for modules, use hookline.attach; or give one as within=.")
     called = getattr(item, "__name__", "")
     if called in _SHOWN_AS and getattr(torch.Tensor, called) is item:
         item = getattr(torch.Tensor, _SHOWN_AS[called])
@@ -173,11 +152,11 @@ def _is_meant(name: str, asked: str) -> bool:
     """Return whether a glob that matches the name means it.
 
     Private functions and reads of attributes (``__get__``) are meant only if the last part of the glob, ``asked``,
-    begins with "_".
+    begins with "_"; what registers a hook, which belongs to the very tensor it is given, only by its own name.
     """
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
-    return not private or asked.startswith("_")
+    return asked == last or (asked.startswith("_") if private else not last.startswith("register_"))
 
 
 @functools.cache
@@ -239,8 +218,8 @@ def _no_match(item: Any) -> NoMatchError:
     else:
         known = [name for names in _names_by_function().values() for name in names]
         names = [name for name in known if "._" not in name] + [_class_place(cls).name for cls in _function_classes()]
-    alike = [name for name in names if name.rpartition(".")[2] == last]
-    near = [f"*.{last}", *alike[:3]] if alike else close_names(text.replace("*", ""), names, 4, 0.5)
+    alike = [f"*.{last}"] if any(name.endswith(f".{last}") for name in names) else []
+    near = alike or close_names(text.replace("*", ""), names, 4, 0.5)
     hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     return NoMatchError(
         f"No function or operator matches {describe(item)}{hint}. Names begin with torch. (torch.nn.functional."

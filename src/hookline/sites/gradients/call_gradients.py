@@ -168,6 +168,8 @@ class GradientCall(BackwardCall):
         passed = pass_gate(self.take_inputs, members, views=True)
         for index, tensor in members:
             twin = passed[id(tensor)]
+            if twin.grad_fn is None:  # a transform of torch.func that differentiates forward
+                continue
             state.edges.setdefault(twin.grad_fn, {})[twin.output_nr] = index
             # Empty, for calls inside, which otherwise would tap the tensor behind the twin, and fire too late.
             tap(twin, twin.grad_fn)
