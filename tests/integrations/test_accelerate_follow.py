@@ -84,7 +84,7 @@ def test_hook_state_is_in_the_checkpoint_of_accelerate(tmp_path: Path) -> None:
     Without dropout: a loader that skips batches draws from the stream, so that the host's own run would differ.
     """
     whole, sink = MemorySink(), MemorySink()
-    through = Loop([Remembers()], sinks=[whole], dropout=0.0)
+    through = Loop([Remembers()], sinks=[whole], dropout=0.0, folder=tmp_path / "through")
     through.train(2)
     through.run.close()
     stopped = Loop([Remembers()], sinks=[sink], dropout=0.0)

@@ -137,8 +137,8 @@ class HostRun:
         self._notes = open_notes(self.manager, {}, is_own=False)
         self._open = ExitStack()
         self._pending: Mapping[str, Any] | None = None
-        self._may_be_another = False
-        """Whether the log has records of before, and nobody has said yet that this run goes on with them."""
+        self._is_mixed = False
+        """Whether the log has records of another run: no state was loaded that goes on with them."""
         self._began = 0.0
         self._epoch, self._stretch = _Epoch.NONE, _Stretch.NONE
         self.in_step = False
@@ -212,7 +212,7 @@ class HostRun:
         self._wants_gradients = manager.needs_prev_step_grads() or manager.needs_grad_accumulation()
         self._notes.begin(host_facts(run.model, experiment.optimizer, context))
         self._began = time.perf_counter()
-        self._may_be_another = self._is_own and manager.fan_out.state_dict()["first"] > 0
+        self._is_mixed = self._is_own and manager.fan_out.state_dict()["first"] > 0
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
@@ -269,7 +269,6 @@ class HostRun:
     def begin_epoch(self, epoch: int, *, loader: Any = None) -> None:
         """Begin an epoch; one that was left in the middle and is resumed has begun before, and fires nothing."""
         run = self._running("begin_epoch")
-        self._tell_from_older()
         self.end_epoch()
         if loader is not None:
             run.experiment.loader = loader
@@ -312,17 +311,6 @@ class HostRun:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def _tell_from_older(self) -> None:
-        """Give the run a name of its own in a log that holds another, of which no state was loaded."""
-        if self._may_be_another:
-            self._may_be_another = False
-            name = time.strftime("%Y-%m-%d %H:%M:%S")
-            self.manager.set_run_context(strategy=name)
-            warn_user(
-                f"{self.manager.fan_out.log} holds an earlier run. This one is kept apart as {name!r}; to continue the "
-                "earlier one, load its state (load_state_dict) before the first step."
-            )
-
     def begin_step(self, step: int | None = None, *, batch: Any = None, batch_idx: int | None = None) -> None:
         """Begin a step of the optimizer, and fire PRE_STEP.
 
@@ -332,7 +320,6 @@ class HostRun:
             batch_idx: Which batch of the epoch that is.
         """
         run, manager = self._running("begin_step"), self.manager
-        self._tell_from_older()
         self._change_phase(_NO_PHASE)
         if step is not None:
             manager.global_step = step - 1
@@ -375,6 +362,12 @@ class HostRun:
         if run is None or not self.in_step:
             raise LifecycleError("end_step() ends a step that has not begun. Next: call begin_step() before it.")
         self.in_step = False
+        if self._is_mixed:
+            self._is_mixed = False
+            warn_user(
+                f"{self.manager.fan_out.log} holds an earlier run, and this one is added to it: a page shows both as "
+                "one. Give another log=, or load the state of the earlier one (load_state_dict) to continue it."
+            )
         self._change_phase(_NO_PHASE)
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()
@@ -457,7 +450,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        self._may_be_another = False
+        self._is_mixed = False
         _load_state(run, state, step)
         self._epoch, self.in_step = _Epoch.NONE, False
         if self._loop == "step" and self._snapshots.every:
