@@ -189,37 +189,37 @@ sinks:
 """
 
 TOLD = [
-    ("$.sed", "nothing is called 'sed' here. Did you mean 'seed'?"),
-    ("$.strategy", "tiny has no strategy 'sideways'."),
-    ("$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
-    ("$.config.lr", "expected a valid number"),
-    ("$.config.batch_size", "expected a valid integer"),
-    ("$.device", "warp"),
-    ("$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
-    ("$.hooks.names[1]", "expected a valid string, got 3."),
-    ("$.hooks.names[2]", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
-    ("$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
-    ("$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
-    ("$.hooks.config.hessian.epsilon", "expected a valid number"),
-    ("$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
-    ("$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
-    ("$.specs[1].hook_factory", "Invalid hook callable path ''."),
-    ("$.specs[2].target_module", "Did you mean 'target_modules'?"),
-    ("$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
-    ("$.specs[4]", "the hook 'e' has no target_modules."),
-    ("$.sinks.csv", "expected a valid boolean"),
-    ("$.sinks.others[0]", "There is no module 'nowhere.mod'"),
-    ("$.sinks.others[1].sink", "this is missing."),
-    ("$.sinks.others[1].snk", "nothing is called 'snk' here."),
-    ("$.sinks.others[2]", "Unknown sink 'unheard_of'."),
+    (2, "$.sed", "nothing is called 'sed' here. Did you mean 'seed'?"),
+    (3, "$.strategy", "tiny has no strategy 'sideways'."),
+    (5, "$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
+    (6, "$.config.lr", "expected a valid number"),
+    (6, "$.config.batch_size", "expected a valid integer"),
+    (7, "$.device", "warp"),
+    (9, "$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
+    (10, "$.hooks.names[1]", "expected a valid string, got 3."),
+    (10, "$.hooks.names[2]", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
+    (12, "$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
+    (13, "$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
+    (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
+    (16, "$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
+    (18, "$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
+    (19, "$.specs[1].hook_factory", "Invalid hook callable path ''."),
+    (20, "$.specs[2].target_module", "Did you mean 'target_modules'?"),
+    (21, "$.specs[3].hook_factory", "Module 'json' has no attribute 'nope'"),
+    (22, "$.specs[4]", "the hook 'e' has no target_modules."),
+    (24, "$.sinks.csv", "expected a valid boolean"),
+    (26, "$.sinks.others[0]", "There is no module 'nowhere.mod'"),
+    (27, "$.sinks.others[1].sink", "this is missing."),
+    (27, "$.sinks.others[1].snk", "nothing is called 'snk' here."),
+    (28, "$.sinks.others[2]", "Unknown sink 'unheard_of'."),
 ]
 
 
-def told(text: str, file: str) -> list[tuple[str, str]]:
-    """The path and the words of each mistake that was printed."""
-    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}, at (\S+): (.*)$", text, re.MULTILINE)
+def told(text: str, file: str) -> list[tuple[int, str, str]]:
+    """The line (0 in TOML), the path and the words of each mistake that was printed."""
+    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}(?:, line (\d+))?, at (\S+): (.*)$", text, re.MULTILINE)
     assert len(found) == len(text.strip().splitlines())
-    return found
+    return [(int(line or 0), path, words) for line, path, words in found]
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -228,8 +228,8 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
     Path("run.yaml").write_text(YAML)
     assert run_here(command, "run.yaml") == 2
     said, wanted = sorted(told(capsys.readouterr().err, "run.yaml")), sorted(TOLD)
-    assert [path for path, _ in said] == [path for path, _ in wanted]
-    for (_, words), (_, expected) in zip(said, wanted, strict=True):
+    assert [(line, path) for line, path, _ in said] == [(line, path) for line, path, _ in wanted]
+    for (_, _, words), (_, _, expected) in zip(said, wanted, strict=True):
         assert expected in words
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
@@ -237,18 +237,26 @@ def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path
 @pytest.mark.parametrize(
     ("experiment", "words"),
     [
-        ("experiment: nothere\n", "run.yaml, at $.experiment: Unknown experiment 'nothere'."),
-        ("experiment: 3\n", "run.yaml, at $.experiment: Unknown experiment '3'."),
-        (f"experiment: {EXPERIMENTS}:Nothere\n", "run.yaml, at $.experiment: "),
+        ("experiment: nothere\n", "line 1, at $.experiment: Unknown experiment 'nothere'."),
+        ("experiment: 3\n", "line 1, at $.experiment: expected a valid string, got 3."),
+        (f"experiment: {EXPERIMENTS}:Nothere\n", "line 1, at $.experiment: "),
         ("", "run.yaml does not say what to run: experiment: NAME, or path/file.py:Class; or command: "),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_an_experiment_that_is_not_there_is_told_with_its_place(experiment, words, command, capsys):
-    """Before the rest, of which it decides what is right."""
-    Path("run.yaml").write_text(f"{experiment}hooks: {{with_hooks: observers}}\n")
+def test_without_an_experiment_the_rest_is_still_checked(experiment, words, command, capsys):
+    """But for what only the experiment knows; a hook that its groups may have is not said to be missing."""
+    rest = (
+        "hooks: {with_hooks: observers, names: [nrms], config: {hessian: {epsilon: x}}}\nconfig: {epoch: 1}\nseed: x\n"
+    )
+    Path("run.yaml").write_text(experiment + rest)
     assert run_here(command, "run.yaml") == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Unknown hook: 'nrms'" in said
+    assert "$.hooks.config.hessian.epsilon: expected" in said
+    assert "$.seed: expected" in said
+    assert len(said.strip().splitlines()) == 4
 
 
 def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
@@ -259,4 +267,24 @@ def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
     )
     assert run_here("run", "run.yaml", "--strategy", "forward", "--hooks", "hessian") == 2
     said = capsys.readouterr().err
-    assert [path for path, _ in told(said, "run.yaml")] == ["$.sed"]
+    assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sed"]
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_hooks_on_modules_have_a_place_of_their_own(command, capsys):
+    Path("run.yaml").write_text(f"experiment: {TINY}\nhooks:\n- {{name: a, target_modules: ['0']}}\n")
+    assert run_here(command, "run.yaml") == 2
+    said = capsys.readouterr().err
+    assert said == "hookline: run.yaml, line 2, at $.hooks: these are hooks on modules, which go under specs:.\n"
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "--dry-run"), ("run", "--hooks", "norms")])
+def test_a_wrong_option_of_a_sink_is_found_before_anything_begins(command, capsys, tmp_path):
+    """For an experiment and for a script."""
+    for what in (f"experiment: {TINY}", 'command: python -c \'open("begun", "w")\''):
+        if "command" in what and "--dry-run" in command:
+            continue
+        Path("run.yaml").write_text(f"{what}\nsinks: {{others: [{{sink: csv, options: {{pth: a}}}}]}}\n")
+        assert run_here(command[0], "run.yaml", *command[1:]) == 2
+        assert "line 2, at $.sinks.others[0].options: The sink CSVSink cannot be made of pth" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

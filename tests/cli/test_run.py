@@ -14,7 +14,8 @@ import pytest
 import torch
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
 
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, OptionError
+from hookline.runs.find import local_device
 from hookline.runs.flags import from_text
 
 QUIET = ("--silent", "--no-report")
@@ -151,15 +152,17 @@ def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     assert "tiny: backward" in capsys.readouterr().out
 
 
-def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path):
-    """A flag names it; a run file gives it arguments."""
+def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
+    """A flag names it; a run file gives it arguments; what it cannot be made of is told."""
     sink = f"{EXPERIMENTS}:LinesSink"
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", sink) == 0
     assert "training_metrics/loss" in (tmp_path / "runs/tiny/forward/lines.txt").read_text()
-    others = [{"sink": sink, "options": {"ending": "log"}}]
-    Path("run.json").write_text(json.dumps({"experiment": TINY, "hooks": [], "sinks": {"others": others}}))
-    assert run_here("run", "run.json", "--epochs", "1", *QUIET) == 0
+    for options, code in (({"ending": "log"}, 0), ({"x": 1}, 2)):
+        others = [{"sink": sink, "options": options}]
+        Path("run.json").write_text(json.dumps({"experiment": TINY, "hooks": [], "sinks": {"others": others}}))
+        assert run_here("run", "run.json", "--epochs", "1", *QUIET) == code
     assert (tmp_path / "runs/tiny/forward_1/lines.log").exists()
+    assert "others[0].options: The sink LinesSink cannot be made of x" in capsys.readouterr().err
 
 
 def test_a_function_makes_an_experiment(tmp_path):
@@ -213,12 +216,17 @@ def test_a_word_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
     assert run_here("run", nested, "--epochs", "2", "--resume", "--console", "live", "--no-report") == 0
 
 
-@pytest.mark.parametrize(("other", "said"), [("{sink: jsonl, options: {pth: a}}", "JSONLSink"), ("wandb", "project")])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [("{sink: jsonl, options: {pth: a}}", "line 4, at $.sinks.others[1].options: The sink JSONLSink"), ("wandb", "")],
+)
 def test_a_sink_that_does_not_take_its_arguments_leaves_no_folder(other, said, capsys, tmp_path):
-    """Told before anything is trained or written."""
+    """Told with its line before anything is trained or written."""
     Path("run.yaml").write_text(f"experiment: {TINY}\nsinks:\n  others: [memory,\n    {other}]\n")
-    assert run_here("run", "run.yaml", "--hooks", *QUIET) == 2
-    assert said in capsys.readouterr().err
+    assert run_here("run", "run.yaml", *QUIET) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "others[1]" in err
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -389,6 +397,60 @@ def test_a_second_ctrl_c_says_what_there_is_to_continue_from(capsys, tmp_path, m
     monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", TINY, "--epochs", "1") == 130
     assert "Stopped at once, without saving; there is no checkpoint to continue from." in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_threads():
+    """Another number may change the last bits of sums; afterwards the process has its own number again."""
+    before = torch.get_num_threads()
+    seen = []
+    try:
+        for threads, *flags in ((2, "--epochs", "1"), (3, "--epochs", "2", "--resume")):
+            torch.set_num_threads(threads)
+            assert run_here("run", TINY, "--silent", "--no-report", *flags) == 0
+            seen.append((facts_of(Path("runs/tiny/forward"))["threads"], torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(2, 2), (2, 3)]
+
+
+def test_an_error_inside_of_a_sink_is_its_own(capsys):
+    """A TypeError that its constructor raises is no wrong option."""
+    Path("own.py").write_text(
+        "class Broken:\n    def __init__(self):\n        len(3)\n\n    def emit(self, metrics, epoch, point): ...\n"
+    )
+    assert run_here("run", TINY, "--epochs", "1", *QUIET, "--hooks", "--hook-sink", "own.py:Broken") == 1
+    heard = capsys.readouterr().err
+    assert "object of type 'int' has no len()" in heard
+    assert "options" not in heard
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--heads 3", "--heads 0", "--batch-size 0", "--train-fraction 0.0", "--train-fraction 1.0"]
+)
+def test_wrong_values_of_mod_arithmetic_are_a_sentence(wrong, capsys, tmp_path):
+    assert run_here("run", "mod_arithmetic", *QUIET, "--epochs", "1", *wrong.split()) == 2
+    heard = capsys.readouterr().err
+    assert wrong.split()[0].removeprefix("--").replace("-", "_") in heard
+    assert len(heard.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_processes_than_gpus_are_an_error(monkeypatch):
+    """Not one of CUDA that says nothing of processes."""
+    for name, value in (
+        ("RANK", "2"),
+        ("LOCAL_RANK", "2"),
+        ("WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "a"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(OptionError, match="Process 2 of this machine has no GPU of its own: there are 2"):
+        local_device(None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert local_device("cuda") == "cuda:1"
 
 
 @pytest.mark.parametrize(

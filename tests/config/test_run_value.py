@@ -64,7 +64,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("seed: -1\n", r"at \$\.seed: expected greater than or equal to 0, got -1\."),
         ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
         ("specs:\n- x\n", r"at \$\.specs\[0\]: A hook spec is an object with target_modules and "),
-        ("hooks: [norms, {name: x}]\n", r"at \$\.hooks\[1\]: expected a valid string, got {'name': 'x'}"),
+        ("hooks: [norms, {name: x}]\n", r"at \$\.hooks: these are hooks on modules, which go under specs:"),
         ("hooks: 3\n", r"at \$\.hooks: expected an object, got 3\."),
         ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
         ("x\n", r"run\.yaml holds text, and settings are"),
@@ -172,7 +172,7 @@ def test_what_cannot_be_is_told(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
         server_settings(document_of(tmp_path, text))
     assert said in str(caught.value)
-    assert str(caught.value).startswith(f"{tmp_path / 'server.json'}, at ")
+    assert str(caught.value).startswith(f"{tmp_path / 'server.json'}, line 1, at ")
 
 
 SPEC_B = SPEC | {"name": "b"}

@@ -17,6 +17,7 @@ from helpers_nets import (
     column_and_row,
     fsdp,
     mesh_of,
+    refused,
     sequence,
     small_net,
     train_pipeline,
@@ -228,3 +229,10 @@ def test_a_flush_is_one_gather_and_printing_is_none():
             call()
             assert gather.call_count == 1
     assert str(watch).splitlines()[-1].startswith(f"only rank {dist.get_rank()} of 4")
+
+
+@on_ranks.case
+def test_watches_of_other_statistics_are_refused_on_every_rank():
+    """The same error everywhere; it names the ranks and the difference."""
+    text = refused(hl.watch(small_net(), stats=["mean"] if dist.get_rank() else ["max"]).to_metrics)
+    assert "rank 0: stats=('max',); ranks 1, 2, 3: stats=('mean',)" in text

@@ -14,7 +14,7 @@ import wandb
 from helpers_waiting import until
 from wandb.proto import wandb_internal_pb2
 
-from hookline.errors import HooklineWarning
+from hookline.errors import HooklineWarning, OptionError
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.wandb_sink import WandbSink
 from hookline.when import HookPoint
@@ -179,3 +179,9 @@ def test_without_a_key_the_run_is_offline_and_nobody_is_asked(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delattr(wandb, "login")
     assert sink._possible_mode(wandb) is None
+
+
+@pytest.mark.parametrize("project", ["", "a/b", "x" * 129])
+def test_a_project_that_wandb_refuses_is_refused_before_training(project):
+    with pytest.raises(OptionError, match=r"W&B takes names of 1 to 128 signs without"):
+        WandbSink(project)

@@ -90,6 +90,7 @@ def _one_by_one(module, inputs, output):
         (lambda config: 3, "has to be callable, got 3"),
         (lambda config: lambda module, output: None, "cannot be a forward hook"),
         ("os:sep", "Hook factory 'os:sep' is called with a config, and is a str."),
+        (_later, "is async: it gives no hook, but a promise of one"),
         (lambda config: _later, "_later is async or a generator"),
         (lambda config: _one_by_one, "_one_by_one is async or a generator"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers_hooks import context, fire, intervention, observer
+from helpers_threads import in_thread
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,8 @@ def test_what_is_no_context_of_that_point_is_refused():
     manager = HookManager(hooks=[hook])
     with pytest.raises(OptionError, match="takes a RunDataContext, or a function that makes one; got an int"):
         manager.fire(POST_EPOCH, 3)
+    with pytest.raises(OptionError, match=r"fire\(POST_EPOCH, ...\) was given a context of POST_STEP"):
+        manager.fire(POST_EPOCH, context(POST_STEP))
     with pytest.raises(OptionError, match="Unknown hook point"):
         manager.fire([POST_EPOCH], context())
     assert hook.seen == []
@@ -92,6 +95,18 @@ def test_a_hook_may_fire_another_point():
     manager = HookManager(hooks=[observer("first", returns={"y": 1}), observer("outer", do=outer), inner])
     assert fire(manager, POST_EPOCH) == {"first/y": 1, "outer/before": ["first/y"]}
     assert got == [{"inner/x": 1}]
+
+
+def test_two_threads_that_fire_one_manager_are_told_apart():
+    """Each saves and puts back the random streams, which are those of the process."""
+
+    def from_another_thread(ctx):
+        with pytest.raises(LifecycleError, match="SNAPSHOT was fired while another thread fires POST_EPOCH"):
+            in_thread(lambda: fire(manager, SNAPSHOT))
+
+    manager = HookManager(hooks=[observer("outer", do=from_another_thread), observer("inner", SNAPSHOT)])
+    fire(manager, POST_EPOCH)
+    assert manager.hooks.fired == {"outer": 1}
 
 
 def test_interventions_without_a_model_context_are_told_of_once():
@@ -156,6 +171,7 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
         (lambda m: m.fire(POST_STEP, model=None), "the epoch at least"),
         (lambda m: m.fire(POST_STEP, context(POST_STEP), model=1), r"a context.* model"),
         (lambda m: m.fire(context(POST_STEP)), "Unknown hook point"),
+        (lambda m: m.fire(POST_STEP, epoch=0, modle=None), "Did you mean 'model'"),
     ],
 )
 def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):

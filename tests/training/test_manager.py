@@ -222,6 +222,8 @@ def test_the_state_of_a_hook_that_is_not_there_is_told_of():
     state = made().state_dict()
     with pytest.warns(HooklineWarning, match="passed over: 'late'"):
         HookManager(["path"]).load_state_dict(state)
+    with pytest.raises(OptionError, match="no hooks, step_metrics"):
+        HookManager().load_state_dict({"global_step": 3})
 
 
 def test_a_hook_that_was_switched_off_stays_off():
@@ -286,6 +288,8 @@ def test_reference_weights_that_cannot_be_had_are_warned_of_once(tmp_path):
     manager = HookManager(hooks=[hook], hook_config={"reference_weights": {"path": str(path)}})
     with pytest.warns(HooklineWarning, match=r"reference weights.*none.pt"):
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    manager.reset_all()
+    assert fire(manager, POST_EPOCH) == {"a/x": 1}  # without a second warning
     torch.save({"w": torch.ones(1)}, path)
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert not hasattr(hook, "reference_weights")

@@ -332,7 +332,7 @@ def check(arguments: Sequence[str]) -> int:
                 warned.append(f"{NO_HOOKS}.")
         else:
             specs = _of_run(options.config, plan)
-        plan["hooks"] = [spec_row(spec) for spec in specs]
+        plan["hooks"] = [spec_row(spec) | {"enabled": spec.enabled} for spec in specs]
     if options.json:
         tell_json("check", plan | {"warnings": warned})
         return DONE
@@ -361,15 +361,9 @@ def _of_run(path: str, plan: dict[str, Any]) -> list[HookSpec]:
     return run.specs
 
 
-def spec_row(spec: HookSpec, model: Any = None) -> dict[str, Any]:
-    """Return what a spec is, and the modules of `model` that it is on, if there is a model."""
-    from hookline.specs.apply_specs import find_sites
-
-    row = {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules)}
-    if model is None:
-        return row | {"enabled": spec.enabled}
-    sites = find_sites(model, spec) if spec.enabled else None
-    return row | {"matches": "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)}
+def spec_row(spec: HookSpec) -> dict[str, Any]:
+    """Return what a spec is."""
+    return {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules)}
 
 
 # -- report: the page of runs ----------------------------------------------------------------------------------

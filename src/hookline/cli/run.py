@@ -21,8 +21,11 @@ from hookline.runs.folder import LOG, model_facts, newest_run, next_folder, read
 from hookline.runs.read import Asked, read
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookline.runs.run import Run
     from hookline.runs.session import Ended
+    from hookline.specs.hook_spec import HookSpec
 
 _AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the run"}
 Row = dict[str, Any]
@@ -128,11 +131,19 @@ def _dry_run(asked: Asked) -> int:
         "config": {} if made.config is None else to_plain(vars(made.config)),
         "hooks": [row._asdict() for row in planned.rows],
         "left_out": [{"hook": name, "why": why} for name, why in planned.left_out.items()],
-        "specs": [spec_row(spec, made.experiment.model) for spec in built.specs],
+        "specs": [spec_row(spec) | {"matches": _matches(made.experiment.model, spec)} for spec in built.specs],
         "files": [_files(asked, found.name, strategy, has_hooks=bool(built.hooks)) for strategy in strategies],
     }
     tell_plan("dry-run", plan, as_json=asked.how.json)
     return DONE
+
+
+def _matches(model: nn.Module, spec: HookSpec) -> str:
+    """Return the names of the modules that a spec is on."""
+    from hookline.specs.apply_specs import find_sites
+
+    sites = find_sites(model, spec) if spec.enabled else None
+    return "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
 
 
 def _files(asked: Asked, name: str, strategy: str, *, has_hooks: bool) -> Row:

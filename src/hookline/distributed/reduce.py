@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from hookline.distributed.ranks import gather_objects
+from hookline.distributed.ranks import gather_objects, in_words
 from hookline.errors import OptionError, RankError
 from hookline.messages import suggest
 
@@ -72,7 +72,7 @@ class _Said(NamedTuple):
     """What one rank sends."""
 
     about: bytes
-    """The parts: as bytes, they are compared at once, and read only when they have changed."""
+    """Options and parts: as bytes, they are compared at once, and read only when they have changed."""
     added: NDArray[np.float64]
     kept: NDArray[np.float64]
 
@@ -107,13 +107,15 @@ class Exchange:
 
     Args:
         what: A few words for errors.
+        options: What has to be the same on all ranks, in words; ranks that differ are named in a `RankError`.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, options: str = "") -> None:
         _made[what] += 1
         self.what = what if _made[what] == 1 else f"{what} ({_made[what]})"
         self._mine: tuple[NamedPart, ...] = ()
-        self._about = pickle.dumps(())
+        self._options = options
+        self._about = pickle.dumps((options, ()))
         self._plan: tuple[list[bytes], dict[str, Holding], list[_Places]] = [], {}, []
         """What ranks said of their parts last, and where the numbers of each go."""
         self._same: dict[tuple[str, tuple[int, ...]], bool] = {}
@@ -129,7 +131,7 @@ class Exchange:
         """
         mine = tuple(parts)
         if mine != self._mine:
-            self._mine, self._about = mine, pickle.dumps(mine)
+            self._mine, self._about = mine, pickle.dumps((self._options, mine))
         said = gather_objects(_Said(self._about, added, kept), what=self.what)
         about = [each.about for each in said]
         if about != self._plan[0]:
@@ -149,8 +151,12 @@ class Exchange:
         for rank, one in enumerate(said):
             ranks_of[one.about] = (*ranks_of.get(one.about, ()), rank)
         # Ranks that have said the same are read once, however many they are.
+        read = {about: pickle.loads(about) for about in ranks_of}
+        if len({options for options, _ in read.values()}) > 1:
+            told = in_words([read[one.about][0] for one in said])
+            raise RankError(f"{self.what} is not the same on all ranks. {told}. Give every rank the same.")
         alike: list[tuple[tuple[int, ...], tuple[NamedPart, ...]]] = [
-            (ranks, pickle.loads(about)) for about, ranks in ranks_of.items()
+            (ranks, read[about][1]) for about, ranks in ranks_of.items()
         ]
         sent = {rank: found for ranks, parts in alike for found in [_slices(parts)] for rank in ranks}
         first: dict[str, NamedPart] = {}

@@ -413,7 +413,7 @@ class ManagedHooks(dict[str, "TrainingHook"]):
             undone = "what it did is undone, " if planned.intervenes else ""
             sentence = (
                 f"Hook {name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run continues. "
-                "Further failures are counted in manager.hooks.errors, and in run.json."
+                "Further failures are counted: in run.json, and as hooks.errors of the manager."
             )
             policy.warn_later(name, sentence)
         return True
@@ -560,6 +560,7 @@ class ReferenceWeights:
         self._source = source
         self.context: dict[str, Any] = {}
         """What ``set_run_context`` said; a path may name it."""
+        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -569,15 +570,17 @@ class ReferenceWeights:
         self._given: WeakSet[TrainingHook] = WeakSet()
 
     def give(self, hook: TrainingHook) -> None:
-        """Give a hook the weights, once, if there are any; warn of the reason if they cannot be read."""
+        """Give a hook the weights, once, if there are any; warn once of the reason if they cannot be read."""
         if not self._has_looked:
             self._has_looked = True
             try:
                 with kept_rng():
                     self._found = self._look()
             except Exception as error:
-                text = f"{self._source!r} cannot be read ({error_text(error)})"
-                warn_user(f"Hooks go without reference weights: {text}.")
+                if not self._has_warned:
+                    text = f"{self._source!r} cannot be read ({error_text(error)})"
+                    warn_user(f"Hooks go without reference weights: {text}.")
+                self._has_warned = True
         if hook not in self._given:
             if self._found is not None:
                 hook.set_reference_weights(self._found)

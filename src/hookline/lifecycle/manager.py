@@ -8,6 +8,7 @@ others go at once, and all are brought to the host before `FanOut` writes them. 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
+from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -39,7 +41,7 @@ from hookline.lifecycle.managed_hooks import (
 )
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.registry import choose_hooks
-from hookline.messages import type_name
+from hookline.messages import did_you_mean, type_name
 from hookline.observe.host_values import on_host
 from hookline.phases import in_phase
 from hookline.records.log import FanOut, own_rank
@@ -56,6 +58,7 @@ _NOT_TRAINING: Final = in_phase("intervention")
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
 _NAMES: Final = frozenset({str})
+_FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 _STEP_POINTS: Final = (HookPoint.PRE_STEP, HookPoint.POST_STEP)
 
 
@@ -294,6 +297,8 @@ class HookManager:
         ctx = run_ctx() if callable(run_ctx) else run_ctx
         if not isinstance(ctx, RunDataContext):
             raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
+        if ctx.hook_point is not point and HookPoint.of(ctx.hook_point) is not point:
+            raise OptionError(f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}.")
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
     def _end(self, firing: Firing, outer: tuple[Firing | None, Any], error: BaseException | None = None) -> None:
@@ -439,6 +444,9 @@ class HookManager:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned. Hooks that it does not have begin anew."""
+        missing = [key for key in ("global_step", "hooks", "step_metrics") if key not in state]
+        if missing:
+            raise OptionError(f"This is no state_dict() of a manager: it has no {', '.join(missing)}.")
         self.hooks.load_state_dict(state["hooks"], state.get("disabled", ()))
         self.output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
@@ -505,7 +513,11 @@ class HookManager:
 
 
 def _check_nested(outer: Firing, firing: Firing, due: Sequence[PlannedHook]) -> None:
-    """Refuse an intervention inside another, as they share one saved state."""
+    """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
+    if outer.thread != firing.thread:
+        raise LifecycleError(
+            f"{firing.point.name} was fired while another thread fires {outer.point.name}: give each its own manager."
+        )
     inner = next((planned.name for planned in due if planned.intervenes), None)
     if inner is not None and outer.current is not None and outer.current.intervenes:
         raise LifecycleError(
@@ -521,6 +533,10 @@ def _context_of_fields(
     where = f"fire({point.name}, ...)"
     if run_ctx is not None:
         raise OptionError(f"{where} was given a context, and beside it {', '.join(fields)}; put them into the context.")
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        meant = did_you_mean(unknown[0], _FIELDS)
+        raise OptionError(f"{where}: no field {unknown[0]!r}.{meant} A RunDataContext has {', '.join(_FIELDS)}.")
     if epoch is None:
         raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
@@ -585,6 +601,7 @@ class Firing:
     current: PlannedHook | None = None
     """The hook that runs now."""
     receipts: list[FiringReceipt] = field(default_factory=list)
+    thread: int = field(default_factory=get_ident)
 
     @property
     def place(self) -> str:

@@ -57,10 +57,7 @@ class Built:
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks, new ones for each strategy: some begin a run somewhere when they are made."""
-        try:
-            return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
-        except TypeError as error:
-            raise OptionError(f"A sink cannot be made of its options: {error}.") from error
+        return [sink_class(name)(**own_copy(dict(arguments))) for name, arguments in self.sinks]
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
@@ -298,3 +295,15 @@ def sink_class(name: str) -> Any:
         raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
     getattr(cls, "check", bool)()
     return cls
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise if a sink does not take these arguments."""
+    cls = sink_class(name)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(arguments) or "no options"
+        raise OptionError(f"The sink {cls.__name__} cannot be made of {given}: {error}.") from None
+    except ValueError:  # a class without a signature
+        return

@@ -1,9 +1,9 @@
 """Read a file of settings by its ending: YAML, TOML or JSON; validate it; tell all mistakes at once.
 
 `read` and `ServerArgs` call `read_document` and `validated`. A `Document` has plain values, and names the place of a
-wrong one by its keys. `Faults` collects the mistakes of look-ups, which are validators of `Run`. ``hookline serve
---hooks`` and the engines read hooks on modules by `specs_of_file`: what a spec names is imported only for a run, since
-a server decides which code it lets in. Imports no torch.
+wrong one by its line (not in TOML) and its keys. `Faults` collects the mistakes of look-ups, which are validators of
+`Run`. ``hookline serve --hooks`` and the engines read hooks on modules by `specs_of_file`: what a spec names is
+imported only for a run, since a server decides which code it lets in. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
@@ -39,6 +39,8 @@ _RUN_KEYS: Final = frozenset(("experiment", "strategy", "specs", "sinks", "conso
 """Keys that a run file has, and no server."""
 Fault = tuple[KeyPath, str]
 """The path to a value that is wrong, and a sentence about it."""
+_NO_BLANKS: Final = re.compile("[\t\x85\u2028\u2029]")
+"""Blanks in JSON, or signs of its texts, which YAML does not know, or takes for ends of lines."""
 Place = Callable[[KeyPath], str]
 """Returns where a value was given, for a message."""
 
@@ -49,11 +51,32 @@ class Document:
 
     path: Path
     values: Any
+    text: str = ""
+    """What it was read from, YAML or JSON."""
+
+    @cached_property
+    def lines(self) -> dict[KeyPath, int]:
+        """The line of each value, of one in a mapping that of its key; looked for only where there is an error."""
+        found: dict[KeyPath, int] = {}
+        try:
+            root = yaml.compose(_NO_BLANKS.sub(" ", self.text), Loader=CoreLoader)
+        except (RecursionError, yaml.YAMLError):
+            return found
+        todo: list[tuple[Any, KeyPath, Any]] = [] if root is None else [(root, (), root)]
+        while todo:
+            node, path, start = todo.pop()
+            found[path] = start.start_mark.line + 1
+            if isinstance(node, yaml.MappingNode):
+                todo += [(value, (*path, str(key.value)), key) for key, value in node.value]
+            elif isinstance(node, yaml.SequenceNode):
+                todo += [(item, (*path, place), item) for place, item in enumerate(node.value)]
+        return found
 
     def place(self, path: KeyPath) -> str:
-        """Return where a value is, for an error: ``run.yaml, at $.hooks.names[2]``."""
+        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``; TOML has no lines."""
+        line = next((found for depth in range(len(path), -1, -1) if (found := self.lines.get(path[:depth]))), None)
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-        return f"{self.path}, at ${keys}"
+        return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
 
     def settings(self, such_as: str) -> dict[str, Any]:
         """Return the values of a file that has keys with values, `such_as` these; raise if it is another one."""
@@ -84,7 +107,7 @@ def read_document(path: str | Path) -> Document:
     if not text.strip():
         return Document(path, None)
     try:
-        return Document(path, read(text))
+        return Document(path, read(text), "" if language == "TOML" else text)
     except Exception as error:
         raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
 

@@ -343,7 +343,13 @@ def local_device(name: str | None) -> str | None:
 
     if launched_ranks()[1] == 1 or name not in (None, "cuda") or not torch.cuda.is_available():
         return name
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise OptionError(
+            f"Process {local} of this machine has no GPU of its own: there are {count}. Next: "
+            f"torchrun --nproc-per-node {count}, or --device cpu."
+        )
+    return f"cuda:{local}"
 
 
 @contextmanager

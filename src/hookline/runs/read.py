@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
-from hookline.errors import ConfigError, HooklineError, OptionError
+from hookline.errors import HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, Place, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
@@ -128,17 +128,18 @@ def read(arguments: Sequence[str]) -> Asked:
     if is_script:
         refuse_words(unknown, _options(None), "hookline run")
         return Asked(_script(command, flags, how, sources), None, how, flags)
-    found = _find(named, None if "experiment" in flags else document)
-    flags, _, unknown = _flags(words, found)
-    refuse_words(unknown, _options(found), f"hookline run {found.path}")
+    found, faults = _find(named, document)
+    if found is not None:
+        flags, _, unknown = _flags(words, found)
+        refuse_words(unknown, _options(found), f"hookline run {found.path}")
     if document is not None and how.config is None:
         flags.pop("experiment", None)  # it named the file
-    if how.resume:
+    if found is not None and how.resume:
         saved, before = _saved(found, _merged(file, flags))
         sources += [saved] if document is None else []
         flags = _merged(before, flags)
     sources.append(Source(flags, flag_of))
-    run = _validated(sources, found)
+    run = _validated(sources, found, faults, is_unknown=found is None)
     return Asked(run, found, how, _picked(run.model_dump(exclude_unset=True), flags))
 
 
@@ -319,35 +320,37 @@ def _saved(found: FoundExperiment, given: Values) -> tuple[Source, Values]:
     return Source(run, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}"), flags
 
 
-def _find(named: Any, document: Document | None) -> FoundExperiment:
-    """Return the experiment; raise, with its place in the file that names it, if there is none of that name."""
-    if named is None:
-        what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
-        if document is not None:
-            raise ConfigError(f"{document.path} does not say what to run: {what}.")
+def _find(named: Any, document: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:
+    """Return the experiment, or what is wrong with its name: told with all other mistakes of the run."""
+    if named is None and document is None:
         raise OptionError(
             f"hookline run needs an experiment: {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
             "script, behind --: hookline run --hooks norms -- python train.py."
         )
+    if named is None and document is not None:
+        what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
+        return None, [((), f"{document.path} does not say what to run: {what}.")]
+    if not isinstance(named, str):
+        return None, []  # as the validation says
     try:
-        return find_experiment(str(named))
+        return find_experiment(named), []
     except HooklineError as error:
-        if document is None:
-            raise
-        raise ConfigError(f"{document.place(('experiment',))}: {error}") from None
+        return None, [(("experiment",), str(error))]
 
 
 # -- one value, validated once ---------------------------------------------------------------------------------
 
 
-def _validated(sources: Sequence[Source], found: FoundExperiment | None) -> Run:
+def _validated(
+    sources: Sequence[Source], found: FoundExperiment | None, faults: Sequence[Fault] = (), *, is_unknown: bool = False
+) -> Run:
     """Return the run of all sources, the later ones over the earlier; raise one error with all that is wrong."""
     given: Values = {}
-    faults: list[Fault] = []
+    faults = [*faults]
     for source in sources:
         faults += [] if found is None else _lift(source.values, found)
         given = _merged(given, source.values)
-    run: Run = validated(Run, given, _place_in(sources), faults, found=found)
+    run: Run = validated(Run, given, _place_in(sources), faults, found=found, is_unknown=is_unknown)
     return run
 
 

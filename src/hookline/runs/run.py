@@ -68,9 +68,10 @@ _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.find:device_of")
 
 
-def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]]:
-    """Return the groups of hooks that the experiment has; none where there is no experiment."""
-    return getattr((info.context or {}).get("found"), "hook_sets", {})
+def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
+    """Return the groups of hooks that the experiment has; None if it cannot be found, so that nothing is known."""
+    context = info.context or {}
+    return None if context.get("is_unknown") else getattr(context.get("found"), "hook_sets", {})
 
 
 Every = StrictBool | Annotated[int, Field(ge=1)]
@@ -112,14 +113,22 @@ class Hooks(_Part):
     profile: Annotated[bool, _hook_flag("profile_hooks")] = False
     """Time every hook until the device has done its work, and print a table at the end."""
 
+    @field_validator("names", mode="before")
+    @classmethod
+    def _no_specs(cls, names: Any) -> Any:
+        if isinstance(names, list) and any(isinstance(each, Mapping) for each in names):
+            raise ValueError("these are hooks on modules, which go under specs:.")
+        return names
+
     @field_validator("with_hooks")
     @classmethod
     def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
         from hookline.runs.build import hooks_of_group
 
-        if group is not None:
+        groups = _groups(info)
+        if group is not None and groups is not None:
             with collected() as faults, faults.at():
-                hooks_of_group(group, _groups(info))
+                hooks_of_group(group, groups)
         return group
 
     @field_validator("config")
@@ -147,9 +156,10 @@ class Hooks(_Part):
         """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
         from hookline.runs.build import chosen_hooks
 
-        if not {"with_hooks", "names"} <= set(info.data):
+        groups = _groups(info)
+        if not {"with_hooks", "names"} <= set(info.data) or (groups is None and info.data["with_hooks"]):
             return None
-        return chosen_hooks(info.data["with_hooks"], info.data["names"], _groups(info))
+        return chosen_hooks(info.data["with_hooks"], info.data["names"], groups or {})
 
 
 class Sink(_Part):
@@ -159,6 +169,14 @@ class Sink(_Part):
     """"package.module:Class", "file.py:Class", or a name: of an entry point, or of a class of hookline.sinks."""
     options: dict[str, Any] = {}
     """Its arguments."""
+
+    @model_validator(mode="after")
+    def _takes_its_options(self) -> Sink:
+        from hookline.runs.build import check_arguments
+
+        with collected() as faults, faults.at("options"):
+            check_arguments(self.sink, self.options)
+        return self
 
 
 class Sinks(_Part):

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hookline import checkpoint_file
 from hookline.errors import OptionError, ResumeError
 from hookline.guard.digest import changed, digest
@@ -22,7 +24,16 @@ from hookline.plain import to_plain
 from hookline.records.log import FanOut
 from hookline.runs.build import build
 from hookline.runs.find import RunExperiment, from_rank_zero, is_first_rank, launched_ranks, make_experiment
-from hookline.runs.folder import LOG, RunFailed, RunNotes, checkpoints_in, model_facts, new_folder, newest_run
+from hookline.runs.folder import (
+    LOG,
+    RunFailed,
+    RunNotes,
+    checkpoints_in,
+    model_facts,
+    new_folder,
+    newest_run,
+    read_run_json,
+)
 from hookline.runs.read import placed_files
 from hookline.training.checkpoints import Checkpoints, lock_folder
 from hookline.training.experiment import bare_model
@@ -77,6 +88,9 @@ class Session:
             stack.enter_context(self._built.attached(made))  # first, as factories and sinks may raise
             sinks = self._make_sinks(made)
             folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            if resume and (threads := read_run_json(folder).get("threads")):
+                torch.set_num_threads(threads)  # another number may change the last bits of sums
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             log = folder / LOG if self.hooks else None
@@ -115,6 +129,7 @@ class Session:
             "run": placed_files(run.model_dump(exclude_unset=True), Path.cwd()) | {"run_group": self._group},
             "flags": placed_files(self._asked.flags, Path.cwd()),
             "seed": run.seed,
+            "threads": torch.get_num_threads(),
             "ranks": launched_ranks()[1],
             **model_facts(bare_model(made.experiment.model)),
         }

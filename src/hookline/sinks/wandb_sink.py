@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.error_policy import error_text, warn_user
+from hookline.errors import OptionError
 from hookline.records.sink import Record, RunSink, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
 _RESERVED: Final = frozenset({"step", "epoch", "_step", "_runtime", "_timestamp", "_wandb"})
+_FORBIDDEN: Final = frozenset("/\\#?%:")
 _BINS: Final = 64
 
 
@@ -58,6 +60,8 @@ class WandbSink(RunSink):
         dir: str | Path | None = None,
     ) -> None:
         super().__init__()
+        if not project or len(project) > 128 or _FORBIDDEN & set(project):
+            raise OptionError(f"W&B takes names of 1 to 128 signs without / \\ # ? % : as project=; got {project!r}.")
         place = None if dir is None else str(Path(dir).absolute())
         self._options: dict[str, Any] = {
             "project": project, "group": group, "mode": mode, "config": dict(config or {}), "dir": place,

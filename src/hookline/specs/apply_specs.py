@@ -7,7 +7,7 @@ The lines that are logged are those of SGLang's model hooks, word for word.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,6 +255,9 @@ def call_factory(path: Any, config: Mapping[str, Any], allow: Iterable[str] | No
     if not callable(factory):
         raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     hook = factory(own_copy(dict(config)))
+    if isinstance(hook, Coroutine):
+        hook.close()  # otherwise Python warns that it was never awaited
+        raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
     check_observe(hook, observe)
     return hook
 

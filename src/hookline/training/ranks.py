@@ -135,8 +135,13 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
         each = -(-len(loader) // ranks)
         return [loader[(rank + number * ranks) % len(loader)] for number in range(each)]
     usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+    if usual and type(loader.sampler) is RandomSampler:
+        usual = not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)
     if not usual or type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise OptionError(f"The training data, {type_name(loader)}, have an order of their own. {_SHARE_YOURSELF}")
+        raise OptionError(
+            f"The training data, {type_name(loader)}, are not batches of a whole dataset, in its order or shuffled, "
+            f"which is all that hookline shares out. {_SHARE_YOURSELF}"
+        )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, ranks, rank, shuffle=type(loader.sampler) is RandomSampler, seed=seed
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers_ranks import run_cases
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
@@ -146,11 +146,17 @@ class Stream(IterableDataset[Any]):
 
 
 def unshareable() -> str:
-    try:
-        share_loader(DataLoader(Stream()), rank=0, ranks=2, seed=0)
-    except OptionError as error:
-        return str(error)
-    return "nothing was raised"
+    some, again = RandomSampler(data(8), num_samples=3), RandomSampler(data(8), replacement=True)
+    loaders = [DataLoader(Stream()), DataLoader(data(8), sampler=some), DataLoader(data(8), sampler=again)]
+    loaders.append(DataLoader(data(8), batch_size=None))
+    found = []
+    for loader in loaders:
+        try:
+            share_loader(loader, rank=0, ranks=2, seed=0)
+            found.append("nothing was raised")
+        except OptionError as error:
+            found.append(str(error))
+    return next((text for text in found if "in its order or shuffled" not in text), found[0])
 
 
 # -- a run ---------------------------------------------------------------------------------------------------

@@ -30,13 +30,13 @@ def _run_own_sitecustomize() -> None:
             sys.modules["sitecustomize"] = ours
 
 
-def _note(what: str, text: str = "") -> None:
+def _note_failed(text: str) -> None:
     """Leave a line for the process that started the command."""
     folder = os.environ.get("HOOKLINE_RUN_NOTES")
     if not folder:
         return
     try:
-        with open(os.path.join(folder, f"{os.getpid()}.{what}"), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, f"{os.getpid()}.failed"), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError:  # the one who would read it is gone
         pass
@@ -75,7 +75,7 @@ def _wait_for_a_step() -> None:
     try:
         from hookline.integrations.loop_events import FirstStep
     except ImportError as error:
-        _note("failed", f"{sys.executable} cannot import hookline: {error}. Next: install it there.")
+        _note_failed(f"{sys.executable} cannot import hookline: {error}. Next: install it there.")
         return
     FirstStep(_begin)
 

@@ -63,7 +63,7 @@ class RankStats:
     @cached_property
     def _exchange(self) -> Exchange:
         # Not before it is needed: exchanges are told apart by the order in which ranks make them.
-        return Exchange(f"watch of {type(self._model).__name__}")
+        return Exchange(f"watch of {type(self._model).__name__}", f"stats={self._engine.layout.stats}")
 
     def to_metrics(self, snapshot: StatsSnapshot) -> dict[str, Any]:
         """Return every statistic of all ranks; every rank has to call it."""
