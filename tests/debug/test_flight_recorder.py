@@ -193,7 +193,7 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
         model.train()
         for batch in loader:
             step(batch)
-        of_block = [str(handle).split(",")[0] for handle in hl.attached(model.layers[3].up)]
+        of_block = [(handle.name, handle.report().kind) for handle in hl.attached(model.layers[3].up)]
     if "alarm" in tools:
         found["alarm"] = [str(each) for each in alarm.troubles]
     if "finder" in tools:
@@ -216,7 +216,7 @@ def test_all_on_one_model_report_what_each_does_alone(planted: Any, whole: bool,
     together, weights, of_block = outcome(TOOLS, planted, tmp_path, whole=whole)
     assert none == []
     assert all(torch.equal(one.nan_to_num(7), other.nan_to_num(7)) for one, other in zip(plain, weights, strict=True))
-    assert sorted(each.split()[2] for each in of_block if "NanAlarm" not in each) == ["backward_pre", "forward"]
+    assert sorted(kind for name, kind in of_block if "NanAlarm" not in name) == ["backward_pre", "forward"]
     for tool in TOOLS:
         alone, _, _ = outcome([tool], planted, tmp_path, whole=whole)
         assert together[tool] == alone[tool], tool

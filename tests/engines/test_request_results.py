@@ -241,7 +241,7 @@ def test_flags_that_nobody_asked_for_push_out_no_results(monkeypatch: pytest.Mon
     """A probe of the engine may flag every request of a busy server, whose clients never ask."""
     monkeypatch.setattr(request_results, "_MOST_KEPT", 2)
     worker = Worker()
-    head = {"weight": [0.0] * D, "bias": 9.0}
+    head = {"layers": [{"weight": [[0.0] * D], "bias": [9.0]}]}
     config = {"head": head, "action": "flag", "add_residual": True}
     spec = {"target_modules": ["layers.0"], "hook_factory": "hookline.factories:probe", "config": config}
     worker.session.live.add(spec)

@@ -46,7 +46,7 @@ def test_a_client_cannot_stop_the_engine(context, on_error):
 
 
 def probe(**config):
-    head = ProbeHead(torch.zeros(4), 5.0)
+    head = ProbeHead([(torch.zeros(1, 4), torch.tensor([5.0]))], threshold=0.5)
     spec = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
     return {**spec, "config": {"head": head, "name": "p", "action": "flag", **config}}
 

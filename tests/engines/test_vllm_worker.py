@@ -96,7 +96,7 @@ def test_a_factory_of_a_user_knows_whose_rows_it_sees(context):
 def test_a_probe_flags_requests(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
-    always, never = (ProbeHead(torch.zeros(4), bias) for bias in (5.0, -5.0))
+    always, never = (ProbeHead([(torch.zeros(1, 4), torch.tensor([bias]))], threshold=0.5) for bias in (5.0, -5.0))
     base = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
     for name, head in (("always", always), ("never", never)):
         config = {"head": head, "name": name, "action": "flag", "requests": ["a"]}

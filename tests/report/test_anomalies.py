@@ -43,7 +43,7 @@ def test_nan_and_inf_are_listed_from_the_first_on() -> None:
     assert "First at step 1, in a/y; 3 metrics" in finding["text"]
     assert finding["sights"][0]["text"] == "NaN, 2 of 4 points"
     assert "too far apart to say which layer was first" in finding["text"]
-    assert "--hooks first_bad_operation finds" in finding["text"]
+    assert "The hook first_bad_operation finds" in finding["text"]
     with_hook = _found({"hooks": {"first_bad_operation": {"fired": 4}}}, a__x=[1, math.nan])["NaN or Inf"]
     assert "not known" not in with_hook["text"]
 

@@ -201,7 +201,7 @@ def test_the_first_bad_operation_stands_above_all_anomalies(visit: Visit, tmp_pa
     page = visit(write_report([tmp_path / "without"])).load()
     (only,) = page.locator(".finding", has_text="NaN or Inf").all_inner_texts()
     assert "too far apart to say which layer was first" in only
-    assert "--hooks first_bad_operation finds the operator" in only
+    assert "The hook first_bad_operation finds the operator" in only
 
 
 def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> None:

@@ -141,13 +141,16 @@ class HandleSet(Handle):
 
     def __init__(self, handles: Iterable[RemovableHandle] = ()) -> None:
         self._handles = list(handles)
+        self._on = bool(self._handles)
 
     def add(self, handle: RemovableHandle) -> None:
         """Take one more handle in."""
         self._handles.append(handle)
+        self._on = True
 
     def remove(self, *, quiet: bool = False) -> None:
         """Remove every handle; one that raises does not keep the others on, its error comes at the end."""
+        self._on = False
         errors: list[BaseException] = []
         for handle in reversed(self._handles):
             try:
@@ -174,10 +177,14 @@ class HandleSet(Handle):
         return self._handles[index]
 
     def __repr__(self) -> str:
-        return f"<HandleSet of {len(self._handles)}>"
+        return f"<HandleSet of {len(self._handles)}; {self._state()}>"
+
+    def _state(self) -> str:
+        """Return whether the handles are on, and how to take them off."""
+        return ON if self._on else OFF
 
     def _repr_html_(self) -> str:
-        return self.report()._table().html()
+        return self.report()._table().with_state(self._state()).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HandleSet, ()

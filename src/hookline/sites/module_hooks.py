@@ -539,6 +539,8 @@ class ModuleHooks(GradientHooks):
     """Set while hooks are attached with this module as the model."""
     stands_in_for: tuple[ForwardCounter, ...] = ()
     """The counters of models whose own forward is not called: calls of this part of them begin their steps."""
+    replaced: Slot | None = None
+    """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
     noted: CallState | None = None
     """Set by ``attach_everywhere`` in the first call of a module: it runs the slots before the call itself, so torch
     does not hand the state on."""
@@ -582,14 +584,16 @@ class ModuleHooks(GradientHooks):
                 counter.begin_by_part()
 
     def slot_for(self, name: str, steps: str) -> Slot | None:
-        """Return the slot of that name, if it has those steps.
+        """Return the slot of that name with those steps: the current one, or the one before it; None if neither has.
 
-        ``op_runtime`` asks with the text that the graph was compiled with: ``steps`` are its letters and a "/". A hook
-        that comes or goes in the middle of a compiled call may change them: the rest of that slot is passed over then.
+        ``op_runtime`` asks with the text that the graph was compiled with: ``steps`` are its letters and a "/".
         """
         module = self.module()
         slot = None if module is None else _CALL_ROWS[name].slot_on(module)
-        return slot if slot is not None and slot.recipe.startswith(steps) else None
+        for found in (slot, self.replaced):
+            if found is not None and found.slot == name and found.recipe.startswith(steps):
+                return found
+        return None
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
@@ -722,6 +726,8 @@ class ModuleHooks(GradientHooks):
                 _torch.place(hooks, row.hook_id, last=row.hook_id == LAST)
         elif before is not None:
             _take_off(module, row.hooks, row.hook_id)
+        if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
+            self.replaced = before
 
 
 def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:

@@ -210,7 +210,8 @@ def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
         "spellings), be called inside another function of torch, which hides it (hook that one, or the aten operator), "
         "come as another operator (a Linear runs aten.addmm or aten.mm), or run compiled"
     )
-    return f"{missed}; {_NO_BACKWARD}" if attachment.kind.is_gradient else missed
+    again = "or a reentrant checkpoint repeats its forward where none is seen (use_reentrant=False shows all)"
+    return f"{missed}; {_NO_BACKWARD}; {again}" if attachment.kind.is_gradient else missed
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:

@@ -99,7 +99,11 @@ class _Shown:
     def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
         """Return the observers that are on now."""
         slot = module_hooks.slot_for(self._slot, self._steps)
-        return () if slot is None else slot.groups[self._place]
+        if slot is None:
+            return ()
+        if slot is module_hooks.replaced:
+            return tuple(entry for entry in slot.groups[self._place] if not entry.attachment.removed)
+        return slot.groups[self._place]
 
     def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """Return the hook that edits at this place, or is handed a summary."""
