@@ -163,9 +163,9 @@ class ModArithmetic(Experiment):
         num_train = round(config.train_fraction * len(pairs))
         if config.heads < 1 or config.width % config.heads or config.batch_size < 1 or not 0 < num_train < len(pairs):
             raise OptionError(
-                "heads have to divide width, batch_size to be 1 or more, and train_fraction to leave pairs for "
-                f"training and for validation; got heads={config.heads}, width={config.width}, "
-                f"batch_size={config.batch_size}, train_fraction={config.train_fraction}."
+                "heads have to divide width, batch_size to be 1 or more, and train_fraction to leave pairs to train on "
+                f"and to validate on; got heads={config.heads}, width={config.width}, batch_size={config.batch_size}, "
+                f"train_fraction={config.train_fraction}."
             )
         model = ModularTransformer(config.p, config.width, config.heads, config.layers)
         self.train_set = _labelled(arranged(pairs[:num_train], config.p, strategy), config.p)
