@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
+    from hookline.when import StepSchedule
 
 _MODULES: Final = ("forward", "backward")
 _PARAMETERS: Final = ("param", "param_grad")
@@ -49,10 +50,14 @@ class RankStats:
     Args:
         engine: The statistics of this rank.
         model: The model, for its tensor-parallel groups.
+        schedule: The steps that are watched, which have to be the same on all ranks.
         replicated: Modules whose activations are the same on all ranks of a tensor-parallel group.
     """
 
-    def __init__(self, engine: StatsEngine, model: nn.Module, replicated: Target = None) -> None:
+    def __init__(
+        self, engine: StatsEngine, model: nn.Module, schedule: StepSchedule, replicated: Target = None
+    ) -> None:
+        self._options = f"stats={engine.layout.stats}, every={schedule}"
         self._engine = engine
         self._model = model
         self._replicated = set() if replicated is None else {name for name, _ in select(model, replicated)}
@@ -63,7 +68,7 @@ class RankStats:
     @cached_property
     def _exchange(self) -> Exchange:
         # Not before it is needed: exchanges are told apart by the order in which ranks make them.
-        return Exchange(f"watch of {type(self._model).__name__}", f"stats={self._engine.layout.stats}")
+        return Exchange(f"watch of {type(self._model).__name__}", self._options)
 
     def to_metrics(self, snapshot: StatsSnapshot) -> dict[str, Any]:
         """Return every statistic of all ranks; every rank has to call it."""

@@ -134,7 +134,7 @@ def watch(
     schedule = StepSchedule.of(every)
     limit = None if budget is None else BudgetedSchedule(schedule, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler, limit)
-    found._ranks = RankStats(found._engine, found.model, replicated)
+    found._ranks = RankStats(found._engine, found.model, schedule, replicated)
     try:
         found._sites.choose(target, exclude, kinds, lenient=on is None)
         found._follow(optimizer)
@@ -175,7 +175,7 @@ class Watch(ShownAsTable):
         """Tells when an optimizer steps; None where steps are counted by hand."""
         self._has_given = False
         """Whether optimizers were given."""
-        self._ranks = RankStats(self._engine, model)
+        self._ranks = RankStats(self._engine, model, schedule)
         self.on_forget: Callable[[], None] = lambda: None
         """Called when what was counted turns out to be no training, and is dropped; `StepMonitor` sets it."""
         self._removed = False
