@@ -37,6 +37,8 @@ PART: Final = "\x1flocal"
 """The key of this rank's part of a sharded tensor, in the dictionary that stands for the tensor in a file."""
 _BLOCK: Final = 2**20
 """Bytes that are read at once for the checksum."""
+_MOST_BITS: Final = 2000
+"""Of a whole number that is written as it is, as torch's reader takes 255 bytes at most; longer ones go as text."""
 _FACTORIES: Final = (None, int, float, list, dict, set, str)
 """What a defaultdict may make of a missing key; anything else is code."""
 _PLAIN: Final = frozenset({
@@ -189,6 +191,8 @@ def to_savable(
     (by address) that was met so far.
     """
     known = {} if dtypes is None else dtypes
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return _Made(int, hex(value), 16)
     if type(value) in _PLAIN:
         return value
     if type(value) is torch.Size:
@@ -219,7 +223,7 @@ def to_savable(
             f"A checkpoint cannot hold {path}: it is {type_name(value)}. Numbers, texts, tensors, arrays, and lists, "
             "tuples, sets and dictionaries of these can be saved."
         )
-    if set(map(type, value)) == {int}:
+    if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MOST_BITS:
         parts = list(value)  # without a call for each: a random stream has 625 numbers
     else:
         parts = [inside(index, item) for index, item in enumerate(value)]

@@ -205,6 +205,33 @@ def test_two_hooks_that_change_the_run_only_together_are_named_together():
     assert "only together with arms" in str(found)
 
 
+@pytest.mark.parametrize("with_alone", [False, True])
+def test_innocents_are_not_blamed_for_two_that_act_together(with_alone):
+    """In different halves of six, one of them guilty of its own if asked."""
+    armed: list[int] = []
+
+    def arms(model: nn.Module) -> Any:
+        armed.append(1)
+        handles = contextlib.ExitStack()
+        handles.callback(armed.clear)
+        return handles
+
+    fires = at_step(1, lambda *_: torch.rand(1) if armed else None)
+    alone = at_step(2, lambda *_: torch.rand(1)) if with_alone else look
+    found = hl.audit(train, {"a": look, "arms": arms, "alone": alone, "b": look, "fires": fires, "c": look})
+    assert sorted(one.hooks for one in found.culprits) == [("alone",)] * with_alone + [("arms", "fires")]
+
+
+def test_a_hook_that_keeps_something_between_trainings_blames_none():
+    """It acts in its first training alone."""
+    acted: list[int] = []
+    once = at_step(1, lambda *_: acted or acted.append(int(torch.rand(1))))
+    found = hl.audit(train, {"a": look, "once": once, "b": look})
+    assert found.verdict == "changed"
+    assert not found.culprits
+    assert "keeps something from one training to the next" in str(found)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_can_be_audited():
     """More steps than the compiler compiles anew: nothing that the audit reads is in the compiled code."""

@@ -233,3 +233,9 @@ def test_a_full_disk_ends_the_files_and_not_the_run(
         files.write("later", stem, torch.ones(1))
     files.close()
     assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("option", [{"md5_tolerance": -1}, {"level": True}])
+def test_options_that_make_no_sense_are_refused(option) -> None:
+    with pytest.raises(hl.errors.OptionError, match=r"0, 1 or 2, md5_tolerance a number of 0 or more; got level="):
+        PrecisionChecker(mlp(), **option)

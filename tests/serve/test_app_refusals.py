@@ -139,7 +139,7 @@ BAD_HOOKS = {
     "a mistyped key": ({"hook_factory": "x:y", "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
     "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),
     "no match": ({**SPEC, "target_modules": ["model.layrs.#"]}, 400, "No module matches 'model.layrs.#'"),
-    "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "GET /modules of a server."),
+    "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "hookline find MODEL"),
     "an unknown factory": ({**SPEC, "hook_factory": "hookline.factories:nope"}, 403, "no factory"),
     "a factory that raises": ({**SPEC, "hook_factory": "helpers_http:raises"}, 400, "no such thing in stock"),
     "a vector of another length": (

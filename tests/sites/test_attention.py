@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import hookline as hl
-from hookline.errors import CaptureError, NoMatchError, OptionError, TargetError, UnhookableError
+from hookline.errors import CaptureError, HookReturnError, NoMatchError, OptionError, TargetError, UnhookableError
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 LONG = {**BASE, "max_position_embeddings": 64}
@@ -486,6 +486,9 @@ def test_edits_by_head(heads: Any) -> None:
         hl.patch(model, edits.ablate(head=1), role="resid")
     with pytest.raises(OptionError, match="head= or index="):
         edits.ablate(head=1, index=0)
+    heads = "^head=9, but the output of .*:z' has . heads, 0 to"
+    with pytest.raises(HookReturnError, match=heads), hl.patch(model, edits.ablate(head=9), role="z", layer=0):
+        model(**inputs)
 
 
 def test_padding_on_the_left_looks_at_nothing() -> None:

@@ -31,7 +31,8 @@ def test_find_reads_like_a_list_of_sites():
     assert isinstance(sites[0], hl.Site)
     assert sites[0].module is model[0]
     assert sites[-1].name == "2"
-    assert [site.name for site in sites[1:]] == ["1", "2"]
+    assert isinstance(sites[1:], hl.sites.Sites)
+    assert sites[1:].names == ["1", "2"]
     assert [site.name for site in sites] == sites.names
     assert hl.find(model, "1")[0] in sites
 

@@ -137,6 +137,8 @@ class ValueStore:
                 f"index={_shown(index)} does not fit the {what}, of shape {tuple(tensor.shape)} ({error}). Give one "
                 "that fits every tensor of every target, narrow the target, or give a function that looks at the shape."
             ) from error
+        if not isinstance(piece, Tensor):
+            raise CaptureError(f"index={_shown(index)} made {type_name(piece)} of the {what}: it has to make a tensor.")
         return piece
 
     def _move(self, piece: Tensor) -> Tensor:
@@ -708,6 +710,12 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self.ended_early = isinstance(error, CaptureStopped) and error.owner is self._recorder
         return self.ended_early
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise CaptureError(
+            "A cache holds hooks on the model, and cannot be copied or pickled. Keep the tensors: "
+            "torch.save({name: cache[name].output for name in cache}, path)."
+        )
+
     # -- inside ------------------------------------------------------------------------------------------
 
     def _why_none(self, name: str) -> str:
@@ -823,7 +831,7 @@ def capture(
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     part = index if index is None or callable(index) else parse_index(index, new_dimensions=True)
     axes = TokenAxes.checking(model, part) if isinstance(part, tuple) else None
-    store = ValueStore(part, detach, None if device is None else torch.device(device), clone)
+    store = ValueStore(part, detach, None if device is None else _parse_device(device), clone)
     recorder = CaptureRecorder(store, inputs, grads, axes)
     chosen = choose(model, with_role(targets, role, layer=layer), exclude, strict=strict)
     if stop:
@@ -836,6 +844,18 @@ def capture(
         cache.remove(quiet=True)
         raise
     return cache
+
+
+def _parse_device(device: Any) -> torch.device:
+    """Return a device that this process has; raise for others."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise OptionError(f"device= is a device such as 'cpu' or 'cuda:0', got {device!r} ({first}).") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device={device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
+    return found
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:

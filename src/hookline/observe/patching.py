@@ -142,6 +142,7 @@ _INDEX_PUT: Final[Callable[..., Tensor]] = torch.ops.aten.index_put_.default
 
 IndexLike: TypeAlias = "int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...]"
 """What goes between the brackets of a tensor, but for None: numbers, slices, ``...``, masks, lists of places."""
+_HEADS: Final = "Count from the end (-1 is the last), or choose others."
 _INSIDE: Final = "Count from the end (-1 is the last), or leave dimensions out of index=."
 _MASKED: Final = "A mask has the sizes of the dimensions that it stands for; give places (a list) where they change."
 
@@ -204,6 +205,8 @@ class EditIndex:
         """Numbers, slices, ``...``, and places held as tensors."""
         self.masks: list[tuple[int, tuple[int, ...]]] = []
         """For each mask, the dimension it begins at and the shape that the activation has to have from there."""
+        self.head: Heads = None
+        """The heads of attention that it names."""
         self.calls = 0
         """How often a part was asked for, outside of compiled code."""
         self.selects = False
@@ -249,6 +252,8 @@ class EditIndex:
         try:
             part = x[self._on(x)]
         except (IndexError, TypeError, ValueError) as error:
+            if self.head is not None:
+                misfit(f"head={self.head}", where, f"has {x.shape[1]} heads, 0 to {x.shape[1] - 1}", _HEADS)
             misfit(f"index={self.text} does not fit ({error})", where, f"has shape {shape_of(x)}", _INSIDE)
         self.calls += 1
         self.selects = self.selects or part.numel() > 0
@@ -422,7 +427,7 @@ def _edit(index: IndexLike | None, head: Heads, word: str, change: Any, given: S
     if index is not None:
         raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
     part = EditIndex((slice(None), head if isinstance(head, int) else list(head)))
-    part.text = f"{part.text}, of head={head},"
+    part.head = head
     return Edit(word, change, given, part, shown, by_head=True)
 
 
@@ -674,7 +679,12 @@ def _mean_of(tensors: list[Tensor], name: str) -> Tensor:
         over = [0, 2] if first.dim() > 3 else [0]
     else:
         over = [dim for dim in range(first.dim()) if dim != unit_axis(first)]
+    if len({tuple(1 if dim in over else size for dim, size in enumerate(tensor.shape)) for tensor in tensors}) > 1:
+        shapes = ", ".join(shape_of(tensor) for tensor in tensors[:4])
+        raise OptionError(f"mean_ablate() cannot average the calls of {name!r}, whose units differ: {shapes}.")
     count = sum(math.prod(tensor.shape[dim] for dim in over) for tensor in tensors)
+    if not count:
+        raise OptionError(f"mean_ablate() has nothing to average for {name!r}: the cache holds empty tensors.")
     with torch.inference_mode(False), torch.no_grad():
         total = torch.zeros((), device=first.device)
         for tensor in tensors:

@@ -10,7 +10,7 @@ yield, and the guard takes off what an intervention has left by what `attached` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from torch.optim import Optimizer
 
@@ -44,6 +44,14 @@ class Sites(ShownAsTable, tuple[Site, ...]):
     """
 
     __slots__ = ()
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sites: ...
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Sites(found) if isinstance(index, slice) else found
 
     @property
     def names(self) -> list[str]:

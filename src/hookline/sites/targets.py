@@ -195,7 +195,7 @@ def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
 
 
 _GLOB: Final = frozenset("*?[#")
-_SEE_ALL: Final = "See all: print(hookline.find(model)), hookline find MODEL, or GET /modules of a server."
+_SEE_ALL: Final = "See all: hookline.find(model) (in a shell: hookline find MODEL)."
 
 
 @functools.lru_cache(maxsize=512)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
+import pytest
 from helpers_capture import X, stack
 
 import hookline as hl
@@ -43,3 +46,14 @@ def test_neither_cache_nor_hooks_keep_the_model_alive():
     assert gone() is None
     assert cache["a"].output.shape == (2, 4)
     cache.remove(quiet=True)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_cache_is_not_copied(way):
+    """Neither as a value of something else; a copy would end the capture."""
+    model = stack()
+    with hl.capture(model, "a") as cache:
+        with pytest.raises(hl.errors.CaptureError, match=r"torch\.save"):
+            way(cache)
+        model(X)
+    assert cache.names == ("a",)

@@ -199,6 +199,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "index": ({"index": "last"}, r"index='last' holds 'last': give numbers, slices.*function from tensor"),
     "index of fractions": ({"index": torch.tensor([0.5])}, "holds <float32 of shape .*give numbers"),
     "index with a bool": ({"index": (True, 1)}, r"index=\(True, 1\) holds True"),
+    "device": ({"device": "gpu"}, "device= is a device such as 'cpu'.*got 'gpu'"),
+    "device that is not there": ({"device": "cuda:99"}, "torch sees . CUDA devices"),
     "scope": ({"scope": "thread"}, "scope= is 'context' or 'process', got 'thread'"),
     "stop with grads": ({"stop": True, "grads": True}, "stop=True ends the forward before there is a loss"),
 }
@@ -211,3 +213,12 @@ def test_options_that_make_no_sense_are_errors_before_anything_is_attached(case)
     with pytest.raises(hl.errors.OptionError, match=message):
         hl.capture(model, "a", **options)
     hl.assert_no_hooks(model)
+
+
+def test_a_function_that_makes_no_tensor_of_one_is_an_error_in_the_call():
+    model = stack()
+    with (
+        hl.capture(model, "a", index=lambda x: x.mean().item()),
+        pytest.raises(hl.errors.CaptureError, match="made a float of the output of 'a'"),
+    ):
+        model(X)

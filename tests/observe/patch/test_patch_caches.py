@@ -8,6 +8,7 @@ from helpers_patch import Twice, made
 from torch import nn
 
 import hookline as hl
+from hookline.errors import OptionError
 
 
 def _runs():
@@ -84,3 +85,18 @@ def test_calls_of_all_forwards_count_by_their_size():
     with hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
         model(inputs[0])
     torch.testing.assert_close(after["layers.0"].output, torch.cat(rows).mean(0).expand(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [([(0, 4)], "nothing to average for 'layers.0'"), ([(2, 4), (2, 5)], r"differ: \(2, 4\), \(2, 5\)")],
+)
+def test_what_has_no_mean_is_refused(shapes, words):
+    """Nothing at all, and calls of different widths."""
+    model, _ = made()
+    inner = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity()])})
+    with hl.capture(inner, "layers.0") as cache:
+        for shape in shapes:
+            inner["layers"][0](torch.ones(shape))
+    with pytest.raises(OptionError, match=words):
+        hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache)})

@@ -11,6 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import OptionError
+from hookline.observe.watch.watch import TimeMark
 
 
 class FakeClock:
@@ -67,3 +68,18 @@ def test_a_watch_looks_at_as_many_steps_as_its_budget_allows(clock):
     rest = watched(clock, 47, parts[0].state_dict())
     assert parts[1] + rest[1] == looked
     assert watched(clock, 50, cost=0.0)[0].budget.every == 1
+
+
+def test_marks_on_two_devices_are_compared_on_the_host(clock):
+    """Their events cannot be: torch raises."""
+
+    class Event:
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: Any) -> float:
+            raise ValueError("on two devices")
+
+    one, other = TimeMark(), TimeMark()
+    one._event, other._event, other._seconds = Event(), Event(), 3.0
+    assert one.seconds_until(other) == 3.0

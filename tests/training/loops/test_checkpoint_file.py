@@ -32,7 +32,7 @@ def through(tmp_path: Path, value: object) -> object:
 PLAIN = {
     "none": None,
     "truth": [True, False],
-    "whole": [0, -1, 2**200, -(2**64)],
+    "whole": [0, -1, 2**200, -(2**64), 2**5000],
     "float": [0.1, -0.0, 1e-320, math.inf, -math.inf],
     "text": "ü\n\x00 \ud800 \U0001f600",
     "nested": {"a": [1, (2, {"b": None})], "": []},

@@ -46,6 +46,10 @@ _NEXT_LEFT_BEHIND: Final = (
     "What the hooks left in the process (a global hook, a patched function) stays on in later trainings, so that none "
     "can be blamed here. Next: audit them one at a time, each in a separate process."
 )
+_NEXT_STATE: Final = (
+    "Trained again with the same hooks the run did not differ: a hook keeps something from one training to the next, "
+    "so none can be blamed. Next: give a function that makes the hook anew."
+)
 
 
 def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None) -> Audit:
@@ -109,6 +113,9 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings) -> Audit:
     culprits = []
     if difference is not None and left_behind is None:
         culprits = _find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some)))
+        # One that counts over trainings looks like several that act together: it did it once, and never again.
+        if any(len(one.hooks) > 1 for one in culprits) and plain.difference(trainings.train(hooks)) is None:
+            culprits, notes = [], [_NEXT_STATE]
     return Audit(
         names,
         length,
@@ -135,7 +142,7 @@ def _end_differs(plain: Training, hooked: Training) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A hook that changes the run by itself; or several that change it only together."""
+    """A hook that changes the run by itself; or several of which none can be left out: they change it together."""
 
     hooks: tuple[str, ...]
     """The names."""
@@ -149,16 +156,28 @@ _Trial: TypeAlias = "Callable[[Sequence[AuditedHook]], Difference | None]"
 def _find_culprits(hooks: Sequence[AuditedHook], difference: Difference, try_with: _Trial) -> list[Culprit]:
     """Return the culprits among ``hooks``, which together give the ``difference``; the earliest step first.
 
-    Halves of them are tried, from the same start, until single hooks are left, or a set of which no half changes it.
+    One after the other is found and left out, from the same start, until the rest changes nothing.
     """
-    middle = len(hooks) // 2
+    left: Difference | None = difference
     found = []
+    while left is not None:
+        found.append(_smallest(hooks, left, try_with))
+        hooks = [hook for hook in hooks if hook.name not in found[-1].hooks]
+        left = try_with(hooks) if hooks else None
+    return sorted(found, key=lambda culprit: culprit.difference.step)
+
+
+def _smallest(hooks: Sequence[AuditedHook], difference: Difference, try_with: _Trial) -> Culprit:
+    """Return a culprit of which none can be left out: by halves, and where no half changes the run, one by one."""
+    middle = len(hooks) // 2
     for half in (hooks[:middle], hooks[middle:]) if middle else ():
-        of_half = try_with(half)
-        if of_half is not None:
-            found += _find_culprits(half, of_half, try_with)
-    found.sort(key=lambda culprit: culprit.difference.step)
-    return found or [Culprit(tuple(hook.name for hook in hooks), difference)]
+        if (of_half := try_with(half)) is not None:
+            return _smallest(half, of_half, try_with)
+    for hook in hooks if len(hooks) > 2 else ():
+        rest = [other for other in hooks if other is not hook]
+        if (of_rest := try_with(rest)) is not None:
+            hooks, difference = rest, of_rest
+    return Culprit(tuple(hook.name for hook in hooks), difference)
 
 
 # -- the result ----------------------------------------------------------------------------------------------------

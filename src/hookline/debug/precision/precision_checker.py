@@ -378,6 +378,11 @@ class PrecisionConfig:
     abort_on_error: bool = False
     """Whether an error raises `NonFiniteError`, after its line is written."""
 
+    def __post_init__(self) -> None:
+        if self.md5_tolerance < 0 or isinstance(self.level, bool):
+            got = f"level={self.level!r}, md5_tolerance={self.md5_tolerance!r}"
+            raise OptionError(f"PrecisionChecker: level is 0, 1 or 2, md5_tolerance a number of 0 or more; got {got}.")
+
     @classmethod
     def make(cls, given: Mapping[str, Any]) -> Self:
         """Return the options that ``given`` names."""
