@@ -102,6 +102,17 @@ def test_a_target_in_another_grammar_is_answered_with_ours(target: str, hint: st
     assert not re.search("dots|count|regular", str(typo.value))
 
 
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [("*.atn", "nearest: 'gpt.h.0.attn', "), ("h.#.mpl", "nearest: 'gpt.h.0.mlp'"), ("mpl", "nearest: 'gpt.h.0.mlp'")],
+)
+def test_a_glob_or_a_short_name_is_answered_with_names_that_have_such_a_part(target: str, near: str) -> None:
+    """What is between the wildcards is compared with the parts of each name."""
+    blocks = [nn.ModuleDict({"attn": nn.Identity(), "mlp": nn.Identity()}) for _ in range(2)]
+    with pytest.raises(hl.errors.NoMatchError, match=near):
+        hl.find(nn.ModuleDict({"gpt": nn.ModuleDict({"h": nn.ModuleList(blocks)})}), target)
+
+
 def test_what_is_left_says_how_to_take_it_off() -> None:
     """A handle that nobody holds any more is found, and what the message shows takes it off."""
     model = nn.Sequential(nn.Linear(2, 2))
