@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from types import FrameType
 
+_GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _PASSED: Final = frozenset({"hookline", "contextlib", "functools", "weakref"})
 """Packages whose frames a warning passes over, on its way to the line of the user."""
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -112,6 +113,22 @@ def unknown_name_text(asked: str, names: Sequence[str], what: str = "There are")
 
 
 def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
-    """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples."""
+    """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples.
+
+    For a pattern, what is between its wildcards is compared with the parts of each name (between the dots).
+    """
     known = list(names)
-    return close_names(text, known, n, 0.4) or known[:4]
+    whole = close_names(text, known, n, 0.4)
+    alike = _alike_in_parts(text, known)[:n] if _GLOB.search(text) or not whole else []
+    return alike or whole or known[:4]
+
+
+def _alike_in_parts(text: str, names: list[str]) -> list[str]:
+    """Return the names that have a part like each part of ``text``: the most similar first, of these the shortest."""
+    wanted = [part for part in _GLOB.sub(" ", text.replace("\\.", ".")).replace(".", " ").split() if not part.isdigit()]
+
+    def alike(name: str) -> float:
+        best = [max(SequenceMatcher(None, part, own).ratio() for own in name.split(".")) for part in wanted]
+        return min(best, default=0.0)
+
+    return sorted((name for name in names if alike(name) >= 0.6), key=lambda name: (-alike(name), name.count(".")))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.metta.builders import _OnLeaves
 from hookline.phases import in_phase
 from hookline.tree import leaves
 
@@ -253,3 +254,14 @@ def test_an_evaluation_in_a_loop_of_ones_own_does_not_count_for_trackers() -> No
                 policy(torch.randn(6, 4, generator=data)).sum().backward()
         counted.append({key: state.to_metrics() for key, state in context.model_metrics.items()})
     assert counted[0] == counted[1] != {}
+
+
+def test_a_parameter_whose_hooks_were_cleared_is_hooked_again_beside_those_of_others() -> None:
+    """A hook that is not ours does not count as ours."""
+    layer, took = nn.Linear(2, 2), []
+    feeder: Any = SimpleNamespace(take=lambda name, gradient, training: took.append(name))
+    with _OnLeaves(feeder, layer, layer):
+        layer.weight._backward_hooks.clear()
+        layer.weight.register_hook(lambda grad: None)
+        layer(torch.ones(1, 2)).sum().backward()
+    assert sorted(took) == ["bias", "weight"]

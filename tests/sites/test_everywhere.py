@@ -125,3 +125,9 @@ def test_children_of_a_transformer_layer_in_eval_fire(kind):
     assert torch.allclose(first, expected, atol=1e-6)
     assert torch.equal(first, second)
     assert_untouched(encoder)
+
+
+def test_a_kind_that_is_no_name_is_refused() -> None:
+    """A list of kinds is no kind."""
+    with pytest.raises(hl.errors.KindError, match="forward"):
+        hl.attach_everywhere(lambda *args: None, on=["forward"])  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import hookline as hl
@@ -101,6 +102,26 @@ def test_a_target_in_another_grammar_is_answered_with_ours(target: str, hint: st
     with pytest.raises(hl.errors.NoMatchError) as typo:
         hl.find(model, "blocks.7")
     assert not re.search("dots|count|regular", str(typo.value))
+
+
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [("*.atn", "nearest: 'gpt.h.0.attn', "), ("h.#.mpl", "nearest: 'gpt.h.0.mlp'"), ("mpl", "nearest: 'gpt.h.0.mlp'")],
+)
+def test_a_glob_or_a_short_name_is_answered_with_names_that_have_such_a_part(target: str, near: str) -> None:
+    """What is between the wildcards is compared with the parts of each name."""
+    blocks = [nn.ModuleDict({"attn": nn.Identity(), "mlp": nn.Identity()}) for _ in range(2)]
+    with pytest.raises(hl.errors.NoMatchError, match=near):
+        hl.find(nn.ModuleDict({"gpt": nn.ModuleDict({"h": nn.ModuleList(blocks)})}), target)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_error_about_a_scripted_module_names_it() -> None:
+    """So one knows what to leave out."""
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(hl.errors.UnhookableError, match="'1' is a ScriptModule"):
+        hl.attach(model, "*", lambda module, args, output: None)
+    hl.attach(model, "*", lambda module, args, output: None, exclude="1").remove()
 
 
 def test_what_is_left_says_how_to_take_it_off() -> None:

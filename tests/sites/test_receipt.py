@@ -74,6 +74,14 @@ def test_a_receipt_counts_firings_and_the_last_step():
 # -- the warning ---------------------------------------------------------------------------------------------
 
 
+def test_a_model_that_replays_a_cuda_graph_is_the_cause():
+    """Its forward is torch's own, which calls no module."""
+    model = Bypasses()
+    model.forward = lambda x: x
+    model.forward.__module__ = torch.cuda.make_graphed_callables.__module__
+    assert "Bypasses replays a CUDA graph, which calls no module; hook Bypasses" in silent_warning(model, "idle")
+
+
 def test_a_module_that_is_never_called_is_named():
     """The plain case: it is there, and nobody calls it."""
     model = Bypasses()

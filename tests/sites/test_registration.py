@@ -93,6 +93,33 @@ def test_what_an_observer_returns_is_not_stored(kind):
         hl.attach(module, print, on=kind)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong", "wanted", "got"),
+    [
+        ("register_module", torch.ones(1), "Module", "Tensor"),
+        ("register_parameter", torch.ones(1), "Parameter", "Tensor"),
+        ("register_parameter", "junk", "Parameter", "str"),
+        ("register_buffer", nn.Identity(), "Tensor", "Identity"),
+        ("register_buffer", False, "Tensor", "bool"),
+    ],
+)
+def test_a_wrong_type_is_refused_and_nothing_is_stored(kind, wrong, wanted, got):
+    """torch would store it; the error names hook, place and types, and what was there stays."""
+    module = nn.Identity()
+    before = store(kind, module, "old")
+    with (
+        hl.attach_everywhere(lambda *args: wrong, on=kind, name="mine"),
+        pytest.raises(
+            hl.errors.HookReturnError, match=rf"{kind} hook 'mine', shown 'guest'.*a {wanted} or None.*an? {got}"
+        ),
+    ):
+        store(kind, module)
+    assert "guest" not in vars(module)[STORES[kind]]
+    with hl.attach_everywhere(lambda *args: wrong, on=kind), pytest.raises(RuntimeError):
+        module.old = MAKE[kind]()
+    assert stored(kind, module, "old") is before
+
+
 # -- the whole process ---------------------------------------------------------------------------------------
 
 

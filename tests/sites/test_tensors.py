@@ -288,3 +288,16 @@ def test_removing_inside_the_block_stops_packing_at_once() -> None:
     assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
     with pytest.raises(hl.errors.ScopeError, match="were removed; make new ones"):
         handle.__enter__()
+
+
+def test_saved_tensors_are_used_as_a_block_and_of_functions() -> None:
+    """Whatever else is an error of ours; a scope shows what it has done."""
+    with pytest.raises(hl.errors.HookSignatureError, match="two functions, got an int"):
+        hl.saved_tensors(3, lambda packed: packed)  # type: ignore[arg-type]
+    scope = hl.saved_tensors(lambda tensor: tensor, lambda packed: packed)
+    with pytest.raises(hl.errors.ScopeError, match="not entered"):
+        scope.__exit__(None, None, None)
+    with scope:
+        y = torch.ones(2, requires_grad=True).sin()
+    y.sum().backward()
+    assert repr(scope) == "<SavedTensors: packed 1, unpacked 1>"

@@ -293,7 +293,9 @@ class _OnLeaves(HandleSet):
             # By id: a weak reference would forbid torch.utils.swap_tensors. A new parameter with the id of a deleted
             # one has no hook yet: that went with the other.
             before = self._hooked.get(name)
-            if before is None or before[0] != id(parameter) or not _torch.tensor_hooks_of(parameter):
+            hooks = (getattr(hook, "attachment", None) for hook in _torch.tensor_hooks_of(parameter))
+            orders = [getattr(attachment, "order", None) for attachment in hooks]
+            if before is None or before[0] != id(parameter) or before[1].id not in orders:
                 if before is not None:
                     before[1].remove()
                 handle = attach_tensor(parameter, partial(self._take, name), observe=True, name=name)

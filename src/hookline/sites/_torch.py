@@ -828,6 +828,13 @@ def capturing() -> bool:
     return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
 
 
+def replays_graph(module: nn.Module) -> bool:
+    """Return whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the
+    forward.
+    """
+    return getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs"
+
+
 def is_compiled_function(function: Any) -> bool:
     """Return whether it is what ``torch.compile(function)`` gives: its own code is compiled, not that of whoever calls
     it.

@@ -20,7 +20,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning, HookReturnError, OptionError
+from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.call_gradients import CallState
@@ -60,7 +61,9 @@ def attach_everywhere(
     the outermost module. With ``step_pre`` and ``step_post`` it is put on every optimizer of the process instead;
     registration hooks also see modules that are built later.
     """
-    site_type = next((each for each in (STORED, OPTIMIZER) if on in each.args and on not in MODULE.args), MODULE)
+    site_type = next(
+        (each for each in (STORED, OPTIMIZER) if on in tuple(each.args) and on not in tuple(MODULE.args)), MODULE
+    )
     attachment = new_attachment(
         hook,
         Kind.parse(on, site_type),
@@ -84,9 +87,17 @@ def _register_with_torch(attachment: Attachment) -> HookHandle:
     def run(module: nn.Module, name: str, value: Any) -> Any:
         entry.count()
         result = entry.call(module, (name, value))
-        return None if attachment.order_group is OrderGroup.OBSERVE else result
+        if result is None or attachment.order_group is OrderGroup.OBSERVE:
+            return None
+        if not isinstance(result, wanted):
+            raise HookReturnError(
+                f"{attachment.kind.value} hook {attachment.name!r}, shown {name!r}, must return a "
+                f"{wanted.__name__} or None, but got {type_name(result)}."
+            )
+        return result
 
     what = attachment.kind.removeprefix("register_")
+    wanted: type = {"module": nn.Module, "parameter": nn.Parameter, "buffer": torch.Tensor}[what]
     handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
     attachment.entries[entry] = None
     attachment.on_remove = lambda attachment: handle.remove()

@@ -774,12 +774,12 @@ def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     return None
 
 
-def hooks_of_module(module: nn.Module) -> ModuleHooks:
-    """Return the hooks of a module, made if it has none."""
+def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
+    """Return the hooks of a module, made if it has none; ``name`` is for the error."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnhookableError(
-            f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
-            "Attach to the module before it is scripted or traced, or leave it out (exclude=)."
+            f"{repr(name) if name else type(module).__name__} is a ScriptModule: TorchScript does not run Python "
+            "hooks. Attach to the module before it is scripted or traced, or leave it out (exclude=)."
         )
     hooks = existing_hooks(module)
     if hooks is None:
@@ -820,7 +820,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
     counter.users[attachment] = attachment.counters[counter] = None  # as `ForwardCounter.serve` does, without the call
     for name, module in chosen:
-        module_hooks = hooks_of_module(module)
+        module_hooks = hooks_of_module(module, name)
         entry = HookAtSite(attachment, name, module_hooks, counter)
         attachment.entries[entry] = None
         module_hooks.add(entry)

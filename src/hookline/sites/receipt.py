@@ -40,7 +40,8 @@ _MAX_SITES: Final = 60
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNCALLED: Final = (
     "nothing called it, or the call ended before the hook's turn (a parent that calls its .forward(), or uses its "
-    "weights in a function, passes hooks by), or code ran that was compiled without guards before the hook came"
+    "weights in a function, passes hooks by), or code ran that was compiled without guards before the hook came: "
+    "attach before its first call, or call torch.compiler.reset()"
 )
 _NO_BACKWARD: Final = (
     "no backward pass came through its outputs before it came off: run the model with gradients (no torch.no_grad, and "
@@ -225,6 +226,9 @@ def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str |
     if name.endswith(".out_proj") and modules and isinstance(modules[-1], nn.MultiheadAttention):
         return "MultiheadAttention uses its weights in a function and never calls it; hook MultiheadAttention itself"
     for each in (*modules, module):
+        if each is not module and _torch.replays_graph(each):
+            kind = type(each).__name__
+            return f"{kind} replays a CUDA graph, which calls no module; hook {kind} itself, or run it without it"
         if recompile_guard.ignores_hooks(each):
             return (
                 f"{type(each).__name__} runs code that vLLM has compiled without guards, and so never notices a hook "

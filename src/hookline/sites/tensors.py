@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.hooks import unserializable_hook
 
-from hookline.errors import OptionError, ScopeError, UnhookableError
+from hookline.errors import HookSignatureError, OptionError, ScopeError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
@@ -352,7 +352,11 @@ class SavedTensors(Handle):
     """
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        for hook in (pack, unpack):
+            if not callable(hook):
+                raise HookSignatureError(f"saved_tensors takes two functions, got {type_name(hook)}.")
         self._pack_hook, self._unpack_hook = pack, unpack
+        self._open = 0
         self.packed = 0
         """The number of tensors that were packed."""
         self.unpacked = 0
@@ -367,10 +371,17 @@ class SavedTensors(Handle):
         if self.removed:
             raise ScopeError("These saved_tensors were removed; make new ones.")
         self._scope().__enter__()
+        self._open += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if not self._open:
+            raise ScopeError("These saved_tensors are left, but were not entered.")
+        self._open -= 1
         self._scope().__exit__(*exc_info)
+
+    def __repr__(self) -> str:
+        return f"<SavedTensors: packed {self.packed}, unpacked {self.unpacked}>"
 
     def _scope(self) -> saved_tensors_hooks:
         """Return a scope of torch's; all of them are the same, and one that was kept would be a ring with this."""

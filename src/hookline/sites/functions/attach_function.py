@@ -22,7 +22,7 @@ from hookline.sites.attach import new_attachment
 from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import ON_NO_MODEL, AttachOptions
+from hookline.sites.hook_at_site import ON_NO_MODEL, AttachOptions, OrderGroup
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module
 from hookline.sites.receipt import NOT_CALLED
@@ -81,7 +81,7 @@ def attach_function(
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
     Operators are seen below autograd: what a hook returns there is not differentiated, and every other operator takes
     some microseconds more meanwhile. A ``backward`` hook that may return a value does not go with functions that change
-    a tensor itself (``add_``, ``+=``): a call of one raises; with an observer it does not.
+    a tensor itself (``add_``, ``+=``), and is left out of those that a glob matches; an observer is not.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest functions.
@@ -103,13 +103,14 @@ def attach_function(
 
 def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
     """Attach to all of the places, or to none."""
-    _check_gradients(attachment.kind, places)
+    places = _able(attachment, places)
     began = threading.get_ident(), _torch.sequence_number()
     with LOCK:
         handle = HookHandle(attachment)
         # Without a model, hooks on classes count in all threads, hooks on other functions in this thread.
         scope = scope_of_thread() if within is None else _scope_of(unwrap(within))
         for_classes = ANYWHERE if within is None else scope
+        restore_classes()
         scope.counter.serve(attachment)
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
         try:
@@ -125,14 +126,27 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         return handle
 
 
-def _check_gradients(kind: Kind, places: list[Place]) -> None:
-    """Raise a `KindError` for gradients of an operator, which has none."""
+def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
+    """Return the places where the hook can work; of several, the others are left out. Raise if there is none.
+
+    Operators have no gradients. Where a function changes the tensor itself, no gradient of it can be edited.
+    """
+    kind = attachment.kind
     operator = next((place for place in places if place.is_operator), None)
     if operator is not None and kind.is_gradient:
         raise KindError(
             f"on={kind.value!r} does not go with {operator.name}: operators are seen below autograd, where there are "
             "no gradients. Hook the function of torch that calls it, the module, or a torch.autograd.Function."
         )
+    if kind is not Kind.BACKWARD or not attachment.may_edit or attachment.order_group is OrderGroup.OBSERVE:
+        return places
+    able = [place for place in places if not place.changes_tensor]
+    if places and not able:
+        raise KindError(
+            f"on={kind.value!r} does not go with {places[0].name} for a hook that may return gradients: it changes the "
+            "tensor itself, for which no alias can stand in. Pass observe=True to watch its gradients."
+        )
+    return able
 
 
 def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> None:

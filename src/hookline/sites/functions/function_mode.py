@@ -156,13 +156,14 @@ def _patch_class(attachment: Attachment, place: Place) -> None:
     _PATCHED[place.func].users.add(attachment)
 
 
-def restore_classes(attachment: Attachment) -> None:
+def restore_classes(attachment: Attachment | None = None) -> None:
     """Give the classes their own bases back that have no hooks any more, now that ``attachment`` is off; under LOCK.
 
-    A class whose hooks went with their model waits for the next hook on a function that comes off.
+    A class whose hooks went with their model waits for the next hook on a function that comes or goes.
     """
     for patch in tuple(_PATCHED.values()):
-        patch.users.discard(attachment)
+        if attachment is not None:
+            patch.users.discard(attachment)
         if not patch.users:
             patch.restore()
             del _PATCHED[patch.cls]

@@ -42,6 +42,18 @@ class Place:
         """Return whether it is an operator, which is seen below autograd and has no gradient hooks."""
         return isinstance(self.func, _torch.OpOverload)
 
+    @property
+    def changes_tensor(self) -> bool:
+        """Return whether it changes its tensor, or belongs to that very object: no alias can stand in for it."""
+        parts = self.name.split(".")
+        in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
+        return in_place or not _ABOUT_THE_TENSOR.isdisjoint(parts)
+
+
+_ABOUT_THE_TENSOR: Final = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "as_subclass", "data"}
+    | {"__set__", "__setitem__", "__deepcopy__"}
+)
 
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.nn.functional", torch.nn.functional),
@@ -152,11 +164,11 @@ def _is_meant(name: str, asked: str) -> bool:
     """Return whether a glob that matches the name means it.
 
     Private functions and reads of attributes (``__get__``) are meant only if the last part of the glob, ``asked``,
-    begins with "_"; what registers a hook, which belongs to the very tensor it is given, only by its own name.
+    begins with "_".
     """
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
-    return asked == last or (asked.startswith("_") if private else not last.startswith("register_"))
+    return not private or asked.startswith("_")
 
 
 @functools.cache
