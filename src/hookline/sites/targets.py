@@ -29,7 +29,7 @@ from hookline.errors import HooklineWarning, NoMatchError, TargetError, Unhookab
 from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
 from hookline.sites.attention import PARTS, AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
-from hookline.sites.wrappers import unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -54,6 +54,9 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     that several names reach is taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
+    named = _by_name(model, target) if isinstance(target, str) and exclude is None else None
+    if named is not None:
+        return [named]
     items = as_list(target)
     everything = [*named_modules(model), *_attention_parts(model, items)]
     meant: set[tuple[str, int]] = set()
@@ -74,6 +77,19 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
             f"{type(unwrap(model)).__name__}, but exclude={describe(exclude)} takes all of them away."
         )
     return list(chosen.values())
+
+
+def _by_name(model: nn.Module, name: str) -> Named | None:
+    """Return the module with exactly that name, without a look at all others; None if there is none, or a wrapper is on
+    the way: then the slow way of `select` decides, which has to agree.
+    """
+    module: nn.Module | None = model
+    for part in [*name.split("."), None]:
+        children = getattr(module, "_modules", None)
+        if module is None or not isinstance(children, dict) or not WRAPPER_KEYS.isdisjoint(children):
+            return None
+        module = module if part is None else children.get(part)
+    return None if module is None else (name, module)
 
 
 def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Named]:
