@@ -185,8 +185,8 @@ def test_what_differs_first_is_named_with_its_step(act, first):
     assert str(found).count("changes nothing") == 2
 
 
-def test_two_hooks_that_change_the_run_only_together_are_named_together():
-    """Neither of them changes anything; the third culprit acts alone, and later."""
+def two_that_act_together() -> tuple[Any, Any]:
+    """A hook that arms another while it is on, and that other, which draws a number at step 1 if it is armed."""
     armed: list[int] = []
 
     def arms(model: nn.Module) -> Any:
@@ -195,9 +195,12 @@ def test_two_hooks_that_change_the_run_only_together_are_named_together():
         handles.callback(armed.clear)
         return handles
 
-    def fires(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        return at_step(1, lambda *_: torch.rand(1) if armed else None)(model, optimizer)
+    return arms, at_step(1, lambda *_: torch.rand(1) if armed else None)
 
+
+def test_two_hooks_that_change_the_run_only_together_are_named_together():
+    """Neither of them changes anything; the third culprit acts alone, and later."""
+    arms, fires = two_that_act_together()
     hooks = {"arms": arms, "fires": fires, "a": look, "late": at_step(3, lambda *_: random.random())}
     found = hl.audit(train, hooks)
     assert [(one.hooks, one.difference.step) for one in found.culprits] == [(("arms", "fires"), 1), (("late",), 3)]
@@ -208,15 +211,7 @@ def test_two_hooks_that_change_the_run_only_together_are_named_together():
 @pytest.mark.parametrize("with_alone", [False, True])
 def test_innocents_are_not_blamed_for_two_that_act_together(with_alone):
     """In different halves of six, one of them guilty of its own if asked."""
-    armed: list[int] = []
-
-    def arms(model: nn.Module) -> Any:
-        armed.append(1)
-        handles = contextlib.ExitStack()
-        handles.callback(armed.clear)
-        return handles
-
-    fires = at_step(1, lambda *_: torch.rand(1) if armed else None)
+    arms, fires = two_that_act_together()
     alone = at_step(2, lambda *_: torch.rand(1)) if with_alone else look
     found = hl.audit(train, {"a": look, "arms": arms, "alone": alone, "b": look, "fires": fires, "c": look})
     assert sorted(one.hooks for one in found.culprits) == [("alone",)] * with_alone + [("arms", "fires")]
