@@ -86,12 +86,28 @@ class _Own(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.parametrize("kind", [float, object, _torch.Unchanging])
+def test_guards_skip_a_module_whose_hooks_are_numbers(compiler, kind):
+    """And whose dictionaries have not changed: what they look at in such a hook must never change, too."""
+    double = types.new_class("Double", (kind,))
+    double.__call__ = lambda self, module, args, output: output * self.factor
+    hook = double()
+    hook.factor = 2
+    model = _Own()
+    model.inner.register_forward_hook(hook)
+    with compiler.config.patch(use_recursive_dict_tags_for_guards=True):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(1, 1))
+    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(_Own.forward.__code__)
+    (whole,) = [line for line in str(entry.guard_manager).splitlines() if "source=L['self'], " in line]
+    assert ("tag_safe=(True" in whole) is issubclass(kind, float)
+
+
 def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
     """What guards of torch 2.11 go by; moving one to an end of an OrderedDict leaves that as it was."""
     hooks = OrderedDict({1: "ours", 2: "theirs", 3: "others"})
     hooks.move_to_end(1)
     assert list(dict.keys(hooks)) == [1, 2, 3]
-    monkeypatch.setattr(_torch, "_GUARDS_GO_BY_INSERTION", True)
+    monkeypatch.setattr(_torch, "_BEFORE_2_13", True)
     monkeypatch.setitem(sys.modules, "torch._dynamo", sys.modules.get("torch._dynamo"))
     _torch.place(hooks, 2, last=True)
     assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]

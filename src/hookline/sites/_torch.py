@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
-from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -267,14 +267,14 @@ def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
     hooks.move_to_end(hook_id, last=last)
     for outer in _fsdp_hooks(hooks, "_post_forward" if last else "_pre_forward"):
         hooks.move_to_end(outer, last=last)
-    if _GUARDS_GO_BY_INSERTION and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
+    # Guards of torch 2.11 go by the order in which hooks were inserted, not by the one they are in.
+    if _BEFORE_2_13 and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
         for hook_id, hook in list(hooks.items()):
             del hooks[hook_id]
             hooks[hook_id] = hook
 
 
-_GUARDS_GO_BY_INSERTION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
-"""Guards of torch 2.11 go by the order in which hooks were inserted, not by the one they are in."""
+_BEFORE_2_13: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
@@ -543,6 +543,30 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+if TYPE_CHECKING or not _BEFORE_2_13:
+
+    class Unchanging:
+        """Base of hooks that compiled code may trust never to change, nor anything it reads of them."""
+
+        __slots__ = ()
+
+else:
+
+    class Unchanging(float):
+        """Base of hooks that compiled code may trust never to change, nor anything it reads of them.
+
+        Guards of torch 2.11 skip a whole model where no dictionary in it has changed (from Python 3.12 on), but only if
+        all they look at is dictionaries, modules, functions, and values of types that cannot change, as numbers are.
+        With 100 hooked modules that takes 0.18 ms in place of 0.9, and 0.07 without hooks (H200).
+        """
+
+        __slots__ = ()
+        __eq__, __hash__, __repr__ = object.__eq__, object.__hash__, object.__repr__
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__new__(cls, 1)
 
 
 # -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes --------------------------------

@@ -24,6 +24,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
@@ -101,7 +102,7 @@ class _ThreadForward(threading.local):
 class ForwardCounter:
     """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
 
-    __slots__ = ("_counter", "here", "hooked", "leaves", "model", "stand_in", "step", "users")
+    __slots__ = ("_counter", "_registered", "here", "hooked", "leaves", "model", "stand_in", "step", "users")
 
     on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
     """Looks for a part that stands in for the model; set by ``module_hooks``, which is above this file."""
@@ -120,6 +121,8 @@ class ForwardCounter:
         self.stand_in: Callable[[], nn.Module | None] | None = None
         """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
         self._counter = itertools.count()
+        self._registered = -1
+        """How many hooks had been registered with torch, of any kind, when the newest forward began."""
         self.here = _ThreadForward()
         """The forward of this thread; ``watch`` reads it here, since `moment` would count a call."""
 
@@ -141,8 +144,10 @@ class ForwardCounter:
         current.order = next_order()
         current.training = self.training_now()
         current.gradients = torch.is_grad_enabled() if gradients is None else gradients
-        for hooks in tuple(self.hooked):
-            hooks.keep_places()
+        if self._registered != RemovableHandle.next_id:  # hooks of others may have come; to look takes 1 µs a module
+            self._registered = RemovableHandle.next_id
+            for hooks in tuple(self.hooked):
+                hooks.keep_places()
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():

@@ -13,7 +13,8 @@ What must stay so:
   that refers to its own model does not keep that alive. A module without hooks has neither.
 - Hooks come and go under `LOCK`; firing takes no lock.
 - The compiler traces ``__call__`` of the slots around a call, up to ``run_pre`` and ``run_post``: each attribute that
-  is read before these becomes a guard of the compiled code.
+  is read before these becomes a guard of the compiled code. Of the slots of observers it may read only what never
+  changes (`_torch.Unchanging`); what it reads of those of edits are the user's own objects.
 
 A new kind of hook that torch keeps a dictionary for is a row of `_KIND_ROWS`.
 """
@@ -63,13 +64,14 @@ _Entries = tuple[HookAtSite, ...]
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
+_FIELDS: Final = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+_NO_FIELDS: Final = ()
+
+
 class Slot:
-    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules.
+    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules."""
 
-    One of this class itself does nothing: it keeps the `ModuleHooks` of hooks that torch calls from elsewhere alive.
-    """
-
-    __slots__ = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+    __slots__ = _NO_FIELDS  # each class below has them: `_torch.Unchanging` could not be a base beside this one else
     _from_public_api = True
     """torch asks its state_dict post-hooks for it."""
 
@@ -92,16 +94,23 @@ class Slot:
         self.steps, self.groups, self.recipe = _compiled_steps(entries, plan, ticks)
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """Run the hooks."""
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inert, ()  # a copied or pickled model carries no hooks of ours
 
 
+class Anchor(Slot):
+    """Does nothing but keep the `ModuleHooks` of hooks that torch calls from elsewhere alive."""
+
+    __slots__ = _FIELDS
+
+
 class FirstPreSlot(Slot):
     """First of a module's forward pre-hooks: begins the model's forwards, runs edits."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
     slot = "first_pre"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
@@ -120,10 +129,10 @@ class FirstPreSlot(Slot):
         return None if new_args is args and kwargs is given else _handed_back(more, (new_args, kwargs))
 
 
-class LastPreSlot(Slot):
+class LastPreSlot(Slot, _torch.Unchanging):
     """Last of a module's forward pre-hooks: observers, then the inputs' gradients."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
     slot = "last_pre"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
@@ -152,7 +161,7 @@ class LastPreSlot(Slot):
 class FirstForwardSlot(Slot):
     """First of a module's forward hooks: edits."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
     slot = "first_forward"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
@@ -176,10 +185,10 @@ class FirstForwardSlot(Slot):
         return None if output is given else output
 
 
-class LastForwardSlot(Slot):
+class LastForwardSlot(Slot, _torch.Unchanging):
     """Last of a module's forward hooks: observers, then the outputs' gradients."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
     slot = "last_forward"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
@@ -235,7 +244,7 @@ class LastForwardSlot(Slot):
 class FullBackwardSlot(Slot):
     """Full backward hooks. torch notes in the forward what it will call in the backward: hooks may be off by then."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         given = grad_input
@@ -250,7 +259,7 @@ class FullBackwardSlot(Slot):
 class StateSlot(Slot):
     """Saving and loading. Return values mean nothing, and torch allows none."""
 
-    __slots__ = ()
+    __slots__ = _FIELDS
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         for entry in self.entries:
@@ -417,7 +426,7 @@ LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
 """The slots around a call, by their names in compiled graphs; the one that most hooks use is first, since
 `existing_hooks` looks in this order."""
-_ANCHOR: Final = Row(Slot, "_load_state_dict_post_hooks", FIRST)
+_ANCHOR: Final = Row(Anchor, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
     Kind.STATE_DICT_PRE: Row(StateSlot, "_state_dict_pre_hooks", LAST),
