@@ -13,6 +13,7 @@ from helpers_sites import COPIES, SITES, VARIANTS, Place, chosen, ignore
 from torch import nn
 
 import hookline as hl
+from hookline.sites.kinds import Kind
 
 Make = Callable[[], Place]
 OWNED = chosen(VARIANTS, lambda place: not place.process_wide)
@@ -55,6 +56,24 @@ def test_a_hundred_events_with_hooks_that_stay_leave_nothing_behind(make: Make) 
     with hl.HandleSet([place.attach(ignore), place.attach(ignore)]):
         objects = events(5)
         assert events(100) - objects < 20
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind.is_state])
+def test_a_module_with_hooks_on_saving_alone_goes_without_the_collector(kind: Kind) -> None:
+    """As with torch's own; its forwards are counted nevertheless."""
+    module = nn.Linear(1, 1)
+    handle = hl.attach(module, ignore, on=kind)
+    module(torch.ones(1))
+    module.load_state_dict(module.state_dict())
+    assert handle.report().last_step == 0
+    reference = weakref.ref(module)
+    gc.disable()
+    try:
+        del module
+        assert reference() is None
+    finally:
+        gc.enable()
+    handle.remove()
 
 
 @pytest.mark.parametrize("make", chosen(OWNED, lambda place: not place.keeps_owner))

@@ -102,7 +102,7 @@ class _ThreadForward(threading.local):
 class ForwardCounter:
     """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
 
-    __slots__ = ("_counter", "_registered", "here", "hooked", "leaves", "model", "stand_in", "step", "users")
+    __slots__ = ("_counter", "_registered", "here", "hooked", "in_runs", "leaves", "model", "stand_in", "step", "users")
 
     on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
     """Looks for a part that stands in for the model; set by ``module_hooks``, which is above this file."""
@@ -114,6 +114,9 @@ class ForwardCounter:
         """The newest forward of any thread."""
         self.users: dict[Attachment, None] = {}
         """The attachments through this model."""
+        self.in_runs = False
+        """Whether one of them has been for hooks that fire in a run. For others, on saving and loading, compiled code
+        need not be made again to count forwards."""
         self.hooked: set[Any] = set()
         """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None

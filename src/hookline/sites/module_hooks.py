@@ -684,7 +684,8 @@ class ModuleHooks(GradientHooks):
         self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
         # The slot before the call hands on what it has noted by the keyword arguments.
         self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
-        is_hooked = bool(counts or plan or self.around or pre or post)
+        in_runs = self.counter is not None and self.counter.in_runs
+        is_hooked = bool(in_runs or self.stands_in_for or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
         if isinstance(module, AttentionPart):
             edits = any(each.attachment.may_edit or each.attachment.in_place for each in _split(post)[0])
@@ -826,7 +827,8 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     """Put an attachment on modules of a model; under LOCK."""
     if not chosen:
         return
-    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
+    inner = model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model)
+    counter = counter_of(inner, attachment.kind)
     counter.users[attachment] = attachment.counters[counter] = None  # as `ForwardCounter.serve` does, without the call
     for name, module in chosen:
         module_hooks = hooks_of_module(module, name)
@@ -838,13 +840,15 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
 # -- the forwards of a model ---------------------------------------------------------------------------------------
 
 
-def counter_of(model: nn.Module) -> ForwardCounter:
-    """Return the counter of a model's forwards, made if there is none; it has to `serve` an attachment at once."""
+def counter_of(model: nn.Module, kind: Kind) -> ForwardCounter:
+    """Return the counter of a model's forwards, made if need be; it has to `serve` a hook of that kind at once."""
     hooks = hooks_of_module(model)
-    if hooks.counter is None:
-        hooks.set_counter(ForwardCounter(model))
-    assert hooks.counter is not None
-    return hooks.counter
+    counter = hooks.counter or ForwardCounter(model)
+    in_runs = counter.in_runs or not kind.is_state
+    if hooks.counter is None or in_runs is not counter.in_runs:
+        counter.in_runs = in_runs
+        hooks.set_counter(counter)
+    return counter
 
 
 def release_counters(attachment: Attachment) -> None:

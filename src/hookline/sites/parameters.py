@@ -250,7 +250,7 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
 
 
 def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> None:
-    counter = counter_of(unwrap(model))
+    counter = counter_of(unwrap(model), attachment.kind)
     counter.serve(attachment)
     # The place it was named after comes first: what is put there later is what the hook follows.
     owners = {id(item.parameter): {(item.module, item.name.rpartition(".")[2]): None} for item in chosen}

@@ -123,6 +123,20 @@ def test_numbers_that_change_need_no_graph_each() -> None:
     assert graphs() - bare <= bare
 
 
+def test_a_hook_in_runs_is_noticed_after_one_on_saving() -> None:
+    """Which by itself needs no other graph: the model does not get a ``forward`` of its own for it."""
+    model, x = Blocks(1), torch.randn(3, 4)
+    run = compiled(nn.Sequential(model))
+    run(x)
+    with hl.attach(model, lambda *args: None, on="state_dict_pre"):
+        run(x)
+        assert graphs() == 1
+        with hl.attach(model, "layers.0", lambda *args: None, observe=True) as handle:
+            run(x)
+            run(x)
+            assert (handle.report().fired, handle.report().last_step) == (2, 1)
+
+
 def test_an_edited_gradient_is_not_silently_cut_off_from_its_second_derivative() -> None:
     """Where a backward can be differentiated (backend "eager"), a hook that edits refuses instead."""
     model, x = Blocks(1), torch.randn(3, 4, requires_grad=True)

@@ -108,7 +108,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
     with LOCK:
         handle = HookHandle(attachment)
         # Without a model, hooks on classes count in all threads, hooks on other functions in this thread.
-        scope = scope_of_thread() if within is None else _scope_of(unwrap(within))
+        scope = scope_of_thread() if within is None else _scope_of(unwrap(within), attachment.kind)
         for_classes = ANYWHERE if within is None else scope
         restore_classes()
         scope.counter.serve(attachment)
@@ -170,9 +170,9 @@ def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> N
         hooks_of_module(model).set_around(None)
 
 
-def _scope_of(model: nn.Module) -> Scope:
+def _scope_of(model: nn.Module, kind: Kind) -> Scope:
     """Return the scope of a model, made if there is none; its hooks count from the next forward on."""
-    counter = counter_of(model)
+    counter = counter_of(model, kind)
     module_hooks = hooks_of_module(model)
     if not isinstance(module_hooks.around, Scope):
         module_hooks.set_around(Scope(counter))
