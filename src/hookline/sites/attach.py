@@ -13,6 +13,7 @@ which.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, linalg, nn
 
 from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
-from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.handle import HandleSet, HookHandle, attaching
 from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
-from hookline.sites.module_hooks import LOCK, add_entries
+from hookline.sites.module_hooks import add_entries
 from hookline.sites.parameters import (
     NamedParameter,
     attach_to_parameters,
@@ -36,8 +37,6 @@ from hookline.sites.signature import HookTraits, check_observe, examine_hook, ho
 from hookline.sites.targets import Named, check_model, choose, describe, found_by, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hookline.hook_types import Grads, Hook, Scope, Target
 
 _MISSING: Any = object()
@@ -211,14 +210,9 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
     if attachment.options.scope == "context":
         attachment.context = open_context()
-    handle = HookHandle(attachment)
-    with LOCK:
-        try:
-            add_entries(attachment, model, chosen)
-        except BaseException:
-            handle.remove()
-            raise
-        return handle
+    with attaching(attachment) as handle:
+        add_entries(attachment, model, chosen)
+    return handle
 
 
 # -- gradients that are bounded or dropped: by hooks on parameters and on what modules send to their inputs ------------
@@ -244,7 +238,7 @@ def clip_gradients(
     bound = value if value is not None else norm
     if not isinstance(bound, int | float) or not bound > 0:
         raise OptionError(f"clip_gradients needs a bound above 0, got {bound!r}.")
-    clip = _shrink(bound) if value is None else lambda grad: grad.clamp(-bound, bound)
+    clip = partial(_shrink, bound) if value is None else lambda grad: grad.clamp(-bound, bound)
 
     def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
         return tuple(None if grad is None else clip(grad) for grad in grad_input)
@@ -300,15 +294,11 @@ def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) ->
     return attach_to_parameters(attachment, model, list(chosen.values()))
 
 
-def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
-    """Return a function that scales a gradient down to the 2-norm ``bound`` if it is above."""
-
-    def shrink(grad: Tensor) -> Tensor:
-        # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
-        # within the bound is multiplied by exactly 1. 1e-38 stands in for a norm of 0.
-        norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-        scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
-        shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)
-        return shrunk
-
-    return shrink
+def _shrink(bound: float, grad: Tensor) -> Tensor:
+    """Return a gradient, scaled down to the 2-norm ``bound`` if it is above."""
+    # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
+    # within the bound is multiplied by exactly 1. 1e-38 stands in for a norm of 0.
+    norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
+    shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)
+    return shrunk

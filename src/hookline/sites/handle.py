@@ -1,8 +1,8 @@
 """Define the handles that every attachment returns: they report what it did, and take it off.
 
-The verbs of this folder make a `HookHandle`, ``attached`` another one for each attachment that it lists; products with
-several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a `HandleSet`. Users call ``remove()`` and
-``report()``.
+The verbs of this folder make a `HookHandle`, those on several sites by `attaching`, and ``attached`` another one for
+each attachment that it lists; products with several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a
+`HandleSet`. Users call ``remove()`` and ``report()``.
 
 All that a handle knows is in its `Attachment`, so two handles on one attachment are equal; a copied handle is one that
 is off. `SavedTensors` (``tensors``) has no attachment. Removing holds `LOCK`, and has to work twice, inside a hook, and
@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
@@ -128,6 +129,18 @@ class HookHandle(Handle):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model carries none of our hooks, so a handle it keeps is one that is off.
         return _removed_handle, (self.name, self._attachment.kind.value)
+
+
+@contextmanager
+def attaching(attachment: Attachment) -> Iterator[HookHandle]:
+    """Hold `LOCK` while an attachment is put on its sites; if one of them refuses, take it off the others."""
+    handle = HookHandle(attachment)
+    with LOCK:
+        try:
+            yield handle
+        except BaseException:
+            handle.remove(quiet=True)
+            raise
 
 
 class HandleSet(Handle):

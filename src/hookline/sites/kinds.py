@@ -151,6 +151,7 @@ def _no_kind(text: str, kind: Kind | None, site_type: SiteType) -> str:
     return f"No kind {text!r}.{hint} Kinds: {', '.join(kinds)}."
 
 
+_SAVING: Final = ("module", "state_dict", "prefix", "local_metadata")
 _POST_ALIASES: Final = {"forward_post": "forward", "backward_post": "backward"}
 MODULE: Final = SiteType(
     "module",
@@ -162,17 +163,8 @@ MODULE: Final = SiteType(
         Kind.BACKWARD: ("module", "grad_input", "grad_output"),
         Kind.FULL_BACKWARD: ("module", "grad_input", "grad_output"),
         Kind.STATE_DICT_PRE: ("module", "prefix", "keep_vars"),
-        Kind.STATE_DICT_POST: ("module", "state_dict", "prefix", "local_metadata"),
-        Kind.LOAD_STATE_DICT_PRE: (
-            "module",
-            "state_dict",
-            "prefix",
-            "local_metadata",
-            "strict",
-            "missing_keys",
-            "unexpected_keys",
-            "error_msgs",
-        ),
+        Kind.STATE_DICT_POST: _SAVING,
+        Kind.LOAD_STATE_DICT_PRE: (*_SAVING, "strict", "missing_keys", "unexpected_keys", "error_msgs"),
         Kind.LOAD_STATE_DICT_POST: ("module", "incompatible_keys"),
         Kind.PARAM_GRAD: ("parameter",),
     },

@@ -141,16 +141,13 @@ class _OptimizerHooks(HookContainer):
         due = [entry for entry in self.entries if entry.attachment.kind is kind]
         for entry in sorted(due, key=lambda entry: entry.rank):
             entry.count()
-            site = self._site(kind, optimizer) if entry.attachment.wants_site else None
+            site = OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
             result = entry.call(optimizer, values, site)
             if result is not None and entry.attachment.order_group is OrderGroup.EDIT:
                 values = _edited(values, result, optimizer, entry)
         if values is given:
             return None
         return values if kind is Kind.STEP_PRE else values[0]
-
-    def _site(self, kind: Kind, optimizer: Optimizer) -> OptimizerSite:
-        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
 
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""

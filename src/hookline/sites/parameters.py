@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
-from hookline.sites.handle import HookHandle
+from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
 from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
 from hookline.sites.site_info import Site
@@ -36,7 +36,7 @@ from hookline.sites.targets import (
     check_model,
     clean_pattern,
     describe,
-    is_nothing,
+    excluded,
     name_matcher,
     named_modules,
     select,
@@ -64,7 +64,7 @@ class _HookAtLeaf(HookAtSite):
         super().__init__(attachment, name, LeafHook.of(leaf), counter)
         self.places = tuple((weakref.ref(module), key) for module, key in owners)
         self.owners = tuple(dict.fromkeys(module for module, _ in self.places))
-        self.shard: Callable[[], Any] = _no_shard
+        self.shard: Callable[[], Any] = lambda: None
         """What FSDP2 knows of the parameter, if it is one of its."""
         self.container.take(self)
 
@@ -111,10 +111,6 @@ class _HookAtLeaf(HookAtSite):
         if step < 0:  # on an accelerator, the backward runs in a thread that never began a forward
             step = self.counter.step
         return Site(self.name, module, self.attachment.kind, call, step)
-
-
-def _no_shard() -> None:
-    """Stand for what FSDP2 knows of a parameter that is none of its."""
 
 
 class LeafHook(HookContainer):
@@ -238,15 +234,10 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
     lazy = [item.name for item in chosen if is_lazy(item.parameter)]
     if lazy:
         raise UnhookableError(f"{listed(lazy)}: lazy, so not there yet; attach after the first forward.")
-    with LOCK:
-        handle = HookHandle(attachment)
-        try:
-            if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
-                _add_entries(attachment, model, chosen)
-        except BaseException:
-            handle.remove(quiet=True)
-            raise
-        return handle
+    with attaching(attachment) as handle:
+        if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
+            _add_entries(attachment, model, chosen)
+    return handle
 
 
 def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> None:
@@ -284,7 +275,8 @@ def select_parameters(
         if trained:
             _trainable([each for each in everything if each.name in found])
         names |= found
-    unwanted = _unwanted(model, everything, exclude)
+    excluded_names = {name for item in excluded(exclude) for name in _matching(model, everything, item)}
+    unwanted = {id(each.parameter) for each in everything if each.name in excluded_names}  # by any of its names
     kept: dict[int, NamedParameter] = {}
     for each in everything:
         if each.name in names and id(each.parameter) not in unwanted:
@@ -327,14 +319,6 @@ def is_below(name: str, modules: Container[str]) -> bool:
         if name in modules:
             return True
     return False
-
-
-def _unwanted(model: nn.Module, everything: list[NamedParameter], exclude: Any) -> set[int]:
-    """Return the ids of the parameters that ``exclude`` means, by any of their names; it may mean none."""
-    if is_nothing(exclude):
-        return set()
-    names: set[str] = set().union(*(_matching(model, everything, item) for item in as_list(exclude)))
-    return {id(each.parameter) for each in everything if each.name in names}
 
 
 def _trainable(found: list[NamedParameter]) -> list[NamedParameter]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,11 +104,12 @@ def may_return_value(hook: Hook) -> bool:
     if code is None or _runs_later(code):
         return True
     steps = _instructions(code)
-    for index, step in enumerate(steps):
+    for index, (before, step) in enumerate(pairwise(steps)):
         if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
-        if step.opname == "RETURN_VALUE" and not _pushes_none(steps[index - 1] if index else None, step):
-            return not (code.co_name == "<lambda>" and _called_last(steps[:index]) in _GIVE_NONE)
+        gives_none = before.opname == "LOAD_CONST" and before.argval is None and not step.is_jump_target
+        if step.opname == "RETURN_VALUE" and not gives_none:
+            return not (code.co_name == "<lambda>" and _called_last(steps[: index + 1]) in _GIVE_NONE)
     return False
 
 
@@ -189,12 +191,3 @@ def _called_last(steps: tuple[dis.Instruction, ...]) -> str | None:
         if depth == 2 and effect > 0 and isinstance(step.argval, str):
             name = step.argval
     return name if steps and steps[-1].opname.startswith("CALL") and depth == 1 else None
-
-
-def _pushes_none(previous: dis.Instruction | None, instruction: dis.Instruction) -> bool:
-    return (
-        previous is not None
-        and previous.opname == "LOAD_CONST"
-        and previous.argval is None
-        and not instruction.is_jump_target
-    )

@@ -65,8 +65,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
         if not found:
             raise _no_match(model, everything, item)
         meant.update((name, id(module)) for name, module in found)
-    excluded = [] if is_nothing(exclude) else as_list(exclude)
-    unwanted = {id(module) for item in excluded for _, module in _matching(model, everything, item)}
+    unwanted = {id(module) for item in excluded(exclude) for _, module in _matching(model, everything, item)}
     chosen: dict[int, Named] = {}
     for name, module in everything:
         if (name, id(module)) in meant and id(module) not in unwanted:
@@ -150,11 +149,6 @@ def describe(target: Any) -> str:
     return repr(target)
 
 
-def is_nothing(exclude: Any) -> bool:
-    """Return whether nothing is to be left out: None, or a list of nothing."""
-    return exclude is None or (isinstance(exclude, list | tuple | set | frozenset) and not exclude)
-
-
 def as_list(target: Any) -> list[Any]:
     """Return the elements of a target, each of which has to match something."""
     if isinstance(target, tuple) and target and all(isinstance(item, type) for item in target):
@@ -164,6 +158,12 @@ def as_list(target: Any) -> list[Any]:
             raise TargetError("The target is empty: give a name, a glob, a type, a module, or a list of these.")
         return list(target)
     return [target]
+
+
+def excluded(exclude: Any) -> list[Any]:
+    """Return the elements of what is to be left out: of None, or of a list of nothing, none."""
+    is_nothing = exclude is None or (isinstance(exclude, list | tuple | set | frozenset) and not exclude)
+    return [] if is_nothing else as_list(exclude)
 
 
 def _matching(model: nn.Module, everything: list[Named], item: Any) -> list[Named]:

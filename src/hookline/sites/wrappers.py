@@ -95,19 +95,17 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     half the names a user can write would select nothing; with its duplicates kept it does not end on a module that
     contains itself.
     """
-    # Each item carries its chain of parents, so that a cycle is seen where it closes.
-    stack: list[tuple[str, nn.Module, Any]] = [("", model, None)]
-    seen: set[int] = set()
+    # Each item carries the ids of its parents, so that a cycle is seen where it closes.
+    stack: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", model, ())]
     while stack:
-        name, module, parents = stack.pop()
+        name, module, above = stack.pop()
         children = module._modules
         inner = inner_key(module) if children else None
-        chain = (module, parents)
+        within = (*above, id(module))
         yield name, module, inner
-        seen.add(id(module))
         for key, child in reversed(children.items()):
-            if child is not None and not (id(child) in seen and _in_chain(child, chain)):
-                stack.append((name if key == inner else f"{name}.{key}" if name else key, child, chain))
+            if child is not None and id(child) not in within:
+                stack.append((name if key == inner else f"{name}.{key}" if name else key, child, within))
 
 
 def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -143,11 +141,3 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def _child(layers: Iterable[nn.Module], part: str) -> nn.Module | None:
     # By items: the children of a ScriptModule are in no real dictionary.
     return next((child for layer in layers for key, child in layer._modules.items() if key == part), None)
-
-
-def _in_chain(module: nn.Module, chain: Any) -> bool:
-    while chain is not None:
-        if chain[0] is module:
-            return True
-        chain = chain[1]
-    return False

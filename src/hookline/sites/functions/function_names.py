@@ -25,7 +25,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import close_names
 from hookline.sites import _torch
-from hookline.sites.targets import as_list, describe, is_nothing, name_matcher
+from hookline.sites.targets import as_list, describe, excluded, name_matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,7 @@ def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
             raise _no_match(item)
         for place in places:
             found.setdefault(place.func, place)
-    if is_nothing(exclude):
-        return list(found.values())
-    unwanted = {place.func for item in as_list(exclude) for place in _places_of(item)}
+    unwanted = {place.func for item in excluded(exclude) for place in _places_of(item)}
     kept = [place for place in found.values() if place.func not in unwanted]
     if not kept:
         raise NoMatchError(f"{describe(target)} matches functions, but exclude={describe(exclude)} takes all away.")
