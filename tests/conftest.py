@@ -84,9 +84,9 @@ def compiling_has_been_said() -> None:
 
     It is tested in a process of its own (tests/sites/functions/test_operators.py).
     """
-    from hookline.sites.functions import function_mode
+    from hookline.sites.functions import attach_function
 
-    function_mode._State.warned = True
+    attach_function._State.warned = True
 
 
 @pytest.fixture

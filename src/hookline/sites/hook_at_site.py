@@ -1,11 +1,11 @@
 """Keep one hook at one site: what was asked for, what it has done, and in which forward of its model it fires.
 
 ``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
-``tensors``, ``optimizers`` and ``function_mode`` make a `HookAtSite` per place, and call it when torch calls them;
+``tensors``, ``optimizers`` and ``attach_function`` make a `HookAtSite` per place, and call it when torch calls them;
 ``backward_call`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
 attached to. Handles and receipts read all of these.
 
-The hot paths of ``module_hooks``, ``backward_call`` and ``function_mode`` call ``entry.hook`` straight where an entry
+The hot paths of ``module_hooks``, ``backward_call`` and ``attach_function`` call ``entry.hook`` straight where an entry
 is ``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and
 ``compiled.trace_hooks``, which calls editing hooks itself, has to know of it.
 """

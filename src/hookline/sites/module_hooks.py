@@ -50,7 +50,7 @@ from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
-    from hookline.sites.functions.function_mode import Scope
+    from hookline.sites.functions.attach_function import Scope
     from hookline.sites.hook_at_site import Attachment
 
 LOCK: Final = threading.RLock()

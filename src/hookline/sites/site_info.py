@@ -2,7 +2,7 @@
 
 Users get them: hooks that declare ``*, site`` one at each firing, function hooks a `FunctionSite` as their first
 argument; ``find`` lists sites. They are made by `HookAtSite.site`, ``gradients.backward_call``, ``parameters``,
-``tensors``, ``optimizers``, ``functions.function_mode`` and, while the compiler traces, ``compiled.trace_hooks``.
+``tensors``, ``optimizers``, ``functions.attach_function`` and, while the compiler traces, ``compiled.trace_hooks``.
 
 Most makers give the fields of `Site` by position: a new field comes last, with a default. `Site` has to stay a plain
 dataclass that is cheap to make and that the compiler can trace.

@@ -1,37 +1,70 @@
-"""Attach a hook to functions: of torch, of the dispatcher, of the user's own.
+"""Attach a hook to functions: of torch, of the dispatcher, of the user's own; and call it.
 
 Users and ``debug.precision`` call `attach_function`; ``specs.apply_specs``, which makes its own `Attachment`, calls
-`attach_to_functions`. Each function gets one entry in a `Scope` (``function_mode``): of a model, of this thread, or of
-the process, for classes. ``function_names`` says which functions a target means.
+`attach_to_functions`. Each function gets one entry in a `Scope`: of a model, of this thread, or of the process, for
+classes. ``function_names`` says which functions a target means.
 
-Whoever changes the entries of a scope holds `LOCK`, and calls `publish` after it: threads read their tables without a
-lock, and make them anew only then.
+Two modes in each thread see the calls. The `CallGuard` of a model (``module_hooks``) enters and leaves its scope around
+each forward; torch calls all the rest. It shows functions to a function mode, operators (``aten.mm``) to a dispatch
+mode, and an ``autograd.Function`` class to neither: such a class gets one more base while it has hooks. All three ask
+the `_Thread` for the hooks of the scopes that it is in. Gradients are watched as a module's are (`GradientCall`), with
+`FunctionHooks` in the place of `ModuleHooks`.
+
+What must stay so:
+
+- Whoever changes the entries of a scope holds `LOCK`, and calls `_publish` after it: threads read their tables without
+  a lock, and make them anew only then.
+- Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the
+  modes that are there, and are taken out from among them; a mode that is not ours is never taken off.
+- Functions that hookline itself calls for the gradients have no hooks: ``_torch.called_by_us(2)`` looks two frames up
+  for the code that called the function. So it has to be called straight from ``__torch_function__`` or
+  ``__torch_dispatch__``, and no decorator may come between these and torch. It knows the files in ``_torch._WIRING``
+  alone: what this file calls itself would fire hooks.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
 
-from hookline.errors import KindError, TargetError
-from hookline.messages import type_name
+from hookline import tree
+from hookline.errors import HooklineWarning, HookReturnError, KindError, TargetError, UnhookableError
+from hookline.messages import caller_stacklevel, type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
-from hookline.sites.functions.function_mode import ANYWHERE, Scope, publish, restore_classes, scope_of_thread
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import ON_NO_MODEL, AttachOptions, OrderGroup
+from hookline.sites.gradients.backward_call import GradientHooks
+from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.handle import HookHandle, attaching
+from hookline.sites.hook_at_site import (
+    NO_MODEL,
+    ON_NO_MODEL,
+    AttachOptions,
+    HookAtSite,
+    HookContainer,
+    OrderGroup,
+    next_order,
+)
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module
 from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.site_info import FunctionSite
 from hookline.sites.targets import found_by
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
-    from hookline.sites.hook_at_site import Attachment
+    from hookline.sites.gradients.call_gradients import CallState
+    from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
 
 def attach_function(
@@ -105,25 +138,20 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
     """Attach to all of the places, or to none."""
     places = _able(attachment, places)
     began = threading.get_ident(), _torch.sequence_number()
-    with LOCK:
-        handle = HookHandle(attachment)
+    with attaching(attachment) as handle:
         # Without a model, hooks on classes count in all threads, hooks on other functions in this thread.
-        scope = scope_of_thread() if within is None else _scope_of(unwrap(within), attachment.kind)
+        scope = _THREADS.this.own if within is None else _scope_of(unwrap(within), attachment.kind)
         for_classes = ANYWHERE if within is None else scope
-        restore_classes()
+        _restore_classes()
         scope.counter.serve(attachment)
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
-        try:
-            for place in places:
-                each = for_classes if isinstance(place.func, type) else scope
-                attachment.entries[each.add(attachment, place)] = None
-            publish()
-            if within is None:
-                ON_NO_MODEL.add(attachment)
-        except BaseException:
-            handle.remove(quiet=True)
-            raise
-        return handle
+        for place in places:
+            each = for_classes if isinstance(place.func, type) else scope
+            attachment.entries[each.add(attachment, place)] = None
+        _publish()
+        if within is None:
+            ON_NO_MODEL.add(attachment)
+    return handle
 
 
 def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
@@ -157,8 +185,8 @@ def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> N
     """
     for entry in attachment.entries:
         entry.container.discard(entry)
-    publish()
-    restore_classes(attachment)
+    _publish()
+    _restore_classes(attachment)
     # If this thread has made graph nodes, the hook could have fired, though no forward of a model has begun: the
     # receipt then warns of a hook that never did.
     if began[0] == threading.get_ident() and began[1] < _torch.sequence_number():
@@ -178,3 +206,421 @@ def _scope_of(model: nn.Module, kind: Kind) -> Scope:
         module_hooks.set_around(Scope(counter))
     assert isinstance(module_hooks.around, Scope)
     return module_hooks.around
+
+
+_Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
+
+
+# -- what torch calls ----------------------------------------------------------------------------------------------
+
+
+class _FunctionMode(TorchFunctionMode):
+    """Torch calls it for every function of torch while it is on the stack of its thread."""
+
+    stack = _torch.FUNCTION_MODES
+    is_on = False
+
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()
+        self.thread = thread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = self.thread.hooks_on(func)
+        if hooks is not None and is_dynamo_compiling():
+            _warn_compiled()
+        if hooks is None or is_compiling() or _torch.called_by_us(2):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+
+
+class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients.
+
+    It keeps its thread: on a GPU, a backward pass runs in a thread of autograd, to which torch lends the modes of the
+    thread that called ``backward()``. The hooks of that one count.
+    """
+
+    stack = _torch.DISPATCH_MODES
+    is_on = False
+    supports_higher_order_operators = True
+
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.thread = thread
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's way to skip it imports the compiler; `leave_to_python` does not
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch compiles nothing while it is on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = self.thread.hooks_on(func)
+        if hooks is not None and _torch.is_tracing():
+            _warn_compiled()
+            hooks = None
+        if hooks is None or self.thread.in_class_hook or _torch.called_by_us(2):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+
+
+class _Patch:
+    """One ``autograd.Function`` class that has a base of ours while it has hooks.
+
+    Another ``apply`` would not do: most people keep a reference (``relu = MyReLU.apply``). ``apply`` looks up what it
+    calls in the bases of the class, by ``super()``: so a base of ours stands between torch's own ``Function`` and the
+    C++ one behind it. Where ``apply`` itself is the C++ one (from torch 2.14 on), our base stands before torch's, and a
+    reference that was taken before the hook was attached goes past it.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.cls = cls = place.func
+        self.users: WeakSet[Attachment] = WeakSet()
+        """The hooks on it; one that is bound to a model goes with that, and is kept by the scope of the model."""
+        self._base = self._make_base()
+        own = cls.__bases__
+        try:
+            cls.__bases__ = (*own, self._base) if _torch.APPLY_IS_PYTHON else (self._base, *own)
+        except TypeError as error:
+            raise UnhookableError(f"{place.name} cannot be hooked: its bases cannot be changed ({error}).") from None
+
+    def _make_base(self) -> type:
+        hooked = self.cls
+
+        class Hooked(_torch.FunctionBase):
+            """Stands before the C++ half of ``autograd.Function``."""
+
+            @classmethod
+            def apply(cls, *args: Any, **kwargs: Any) -> Any:
+                # A reference to this method may be kept, and used when the base is taken away again.
+                run = super().apply if Hooked in cls.__mro__ else cls.apply  # type: ignore[misc]
+                # A subclass is another function.
+                thread = _THREADS.this
+                hooks = None if thread.in_class_hook or cls is not hooked else thread.hooks_on(cls)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread.hooks_on)
+
+        return Hooked
+
+    def restore(self) -> None:
+        """Give the class its own bases back; whatever else was done to them stays."""
+        self.cls.__bases__ = tuple(base for base in self.cls.__bases__ if base is not self._base)
+
+
+_PATCHED: Final[dict[type, _Patch]] = {}
+"""The classes that have hooks now."""
+
+
+def _patch_class(attachment: Attachment, place: Place) -> None:
+    """Have a class show its calls for as long as the attachment is on; under LOCK."""
+    if place.func not in _PATCHED:
+        _PATCHED[place.func] = _Patch(place)
+    _PATCHED[place.func].users.add(attachment)
+
+
+def _restore_classes(attachment: Attachment | None = None) -> None:
+    """Give the classes their own bases back that have no hooks any more, now that ``attachment`` is off; under LOCK.
+
+    A class whose hooks went with their model waits for the next hook on a function that comes or goes.
+    """
+    for patch in tuple(_PATCHED.values()):
+        if attachment is not None:
+            patch.users.discard(attachment)
+        if not patch.users:
+            patch.restore()
+            del _PATCHED[patch.cls]
+
+
+def _unseen(hook: Any) -> Any:
+    """Return a hook on a class whose own calls of functions have no hooks; for modes, torch sees to that itself."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        thread = _THREADS.this
+        before, thread.in_class_hook = thread.in_class_hook, True
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            thread.in_class_hook = before
+
+    return run
+
+
+# -- one call of a function ----------------------------------------------------------------------------------------
+_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
+_PLAIN: Final = (type(None), bool, int, float, str)
+_Tensors: TypeAlias = tuple[Tensor, ...]
+_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
+
+
+class FunctionHooks(GradientHooks):
+    """The live hooks of one function, in the order they run."""
+
+    def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[HookAtSite]) -> None:
+        self._name = name
+        self._func = func
+        ordered = sorted(entries, key=lambda entry: entry.rank)
+        by_kind = [tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in FUNCTION.args]
+        self._forward_pre, self._forward, backward_pre, backward = by_kind
+        self.set_gradient_hooks(backward_pre, backward)
+        self.told = ()  # a `FunctionSite` has step and call itself, so nothing is to be counted for them
+        self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
+        """Return the function's result, with its hooks around it; ``run`` is the function itself.
+
+        ``live`` gives the hooks of a function as they are now: a hook before the call may change those after it.
+        """
+        fn = FunctionSite(self._name, self._func, args, kwargs, self._counters)
+        given = _tensors_in((*args, *kwargs.values()) if kwargs else args)
+        inputs = passed = _fire(self._forward_pre, fn, given, ())
+        wiring = GradientCall(self, fn, next_order()) if self.has_gradients and torch.is_grad_enabled() else None
+        if wiring is not None:
+            passed, state = wiring.enter(inputs, {})
+        if passed is not given:
+            args, kwargs = _with_tensors((args, kwargs), passed)
+        output = run(*args, **kwargs)
+        if passed is not inputs:  # an in-place function returns what it was given, an alias
+            originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
+            output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
+        outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
+        now = live(self._func)
+        edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
+        fn.let_go()
+        if wiring is not None:
+            edited = _watch_outputs(wiring, state, edited)
+        return output if edited is outputs else _with_tensors(output, edited)
+
+
+def _tensors_in(values: Iterable[Any]) -> _Tensors:
+    """Return every tensor among the arguments, in containers too, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, _PLAIN):
+            found += tree.tensors_of(value)
+    return tuple(found)
+
+
+def _with_tensors(value: Any, tensors: _Tensors) -> Any:
+    """Return ``value`` with other tensors; lists and dicts in it are copied, since they may be the caller's."""
+    fresh = iter(tensors)
+    return tree.map_tensors(value, lambda _, tensor: next(fresh))
+
+
+def _watch_outputs(wiring: GradientCall, state: CallState, outputs: _Tensors) -> _Tensors:
+    """Watch the gradients of outputs; return the outputs to go on with.
+
+    A leaf (what a factory makes, with ``requires_grad=True``) has none that comes through the function, and has to
+    stay a leaf.
+    """
+    if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
+        return outputs
+    if len(outputs) != 1:
+        watched: _Tensors = wiring.leave(outputs, state)
+        return watched
+    only = wiring.leave(outputs[0], state)
+    return outputs if only is outputs[0] else (only,)
+
+
+def _fire(
+    entries: tuple[HookAtSite, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]
+) -> _Tensors:
+    """Call hooks with ``before`` and the tensors; return the tensors as edited.
+
+    ``before`` are the arguments that come first: for forward hooks, the tuple of inputs.
+    """
+    for entry in entries:
+        entry.fired += 1
+        shown = fn.seen_from(entry.counter)
+        entry.last_step = shown.step
+        if entry.simple:
+            result = entry.hook(shown, *before, tensors)
+        else:
+            site = shown.site(entry.attachment.kind, recompute=fn.recompute) if entry.attachment.wants_site else None
+            result = entry.call(shown, (*before, tensors), site)
+        if result is not None and entry.attachment.order_group is _EDIT:
+            tensors = _checked(result, tensors, entry)
+    return tensors
+
+
+def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
+    """Return a hook's return value as tensors to go on with."""
+    new = tuple(result) if isinstance(result, tuple | list) else (result,)
+    if len(new) == len(tensors) and all(isinstance(item, Tensor) for item in new):
+        return new
+    wanted = "a tensor" if len(tensors) == 1 else f"a tuple of {len(tensors)} tensors"
+    items = f" of ({', '.join(type(item).__name__ for item in new)})" if isinstance(result, tuple | list) else ""
+    raise HookReturnError(
+        f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} must return None or {wanted}, "
+        f"as it was shown, but got {type_name(result)}{items}. With observe=True the return value is ignored."
+    )
+
+
+# -- the scopes of hooks -------------------------------------------------------------------------------------------
+
+
+class _HooksByFunction(dict[Any, FunctionHooks]):
+    """The hooks of some scopes, by function, operator or class."""
+
+    def __init__(self, scopes: tuple[Scope, ...]) -> None:
+        gathered: dict[Any, list[HookAtSite]] = {}
+        for scope in scopes:
+            for entry, func in scope.hooks.items():
+                gathered.setdefault(func, []).append(entry)
+        super().__init__((func, FunctionHooks(hooks[0].name, func, hooks)) for func, hooks in gathered.items())
+        self.has_operators = any(isinstance(func, _torch.OpOverload) for func in self)
+        self.has_functions = any(not isinstance(func, _torch.OpOverload | type) for func in self)
+
+
+class Scope(HookContainer):
+    """The hooks on functions that count in the forwards of one model, in one thread, or everywhere.
+
+    That of a model is kept with the model, so that a hook which refers to its own model does not keep it alive.
+    """
+
+    def __init__(self, counter: ForwardCounter = NO_MODEL) -> None:
+        self.counter = counter
+        self.hooks: dict[HookAtSite, Any] = {}
+        """The hooks, in the order they came, each with its function, operator or class."""
+        self._made_at = -1  # as `_State.published` was
+        # The tables for this scope together with others, by these; weak, since they may be of models that are gone.
+        self._together: dict[_Others, _HooksByFunction] = {}
+
+    def enter(self) -> None:
+        """Begin a forward of the model in this thread: the hooks fire for calls from now on."""
+        self.counter.begin()
+        thread = _THREADS.this
+        thread.entered.append(self)
+        thread.settle()
+
+    def leave(self) -> None:
+        """End it, however it ended."""
+        thread = _THREADS.this
+        if self in thread.entered:
+            thread.entered.remove(self)
+        thread.settle()
+
+    def entries(self) -> Iterator[HookAtSite]:
+        """Return one entry of each attachment."""
+        yield from {entry.attachment: entry for entry in self.hooks}.values()
+
+    def add(self, attachment: Attachment, place: Place) -> HookAtSite:
+        """Put a hook on a function; `_publish` makes it count."""
+        entry = HookAtSite(attachment, place.name, self, self.counter)
+        if isinstance(place.func, type):
+            _patch_class(attachment, place)
+            entry.hook = _unseen(entry.hook)
+        self.hooks[entry] = place.func
+        return entry
+
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off; `_publish` makes that count."""
+        self.hooks.pop(entry, None)
+
+    def with_others(self, others: tuple[Scope, ...]) -> _HooksByFunction:
+        """Return the hooks that count while a thread is in this scope and these."""
+        if self._made_at != _State.published:
+            self._made_at, self._together = _State.published, {}
+        key = tuple(map(weakref.ref, others))
+        found = self._together.get(key)
+        if found is None:
+            found = self._together[key] = _HooksByFunction((*others, self))
+        return found
+
+
+class _State:
+    published = 0
+    """How often hooks have come or gone; a table that was made at another number is out of date."""
+    warned = False
+    """Whether it was said that compiled code shows no functions."""
+
+
+@_torch.constant_while_tracing
+def _warn_compiled() -> None:
+    if not _State.warned:
+        _State.warned = True
+        warnings.warn(
+            "Something is being compiled that calls functions or operators with hooks: these fire only in eager code. "
+            "Hook the module instead, or run that part eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+
+ANYWHERE: Final = Scope()
+"""The hooks on classes that are bound to no model: they count in all threads."""
+
+
+# -- the threads ---------------------------------------------------------------------------------------------------
+
+
+class _Thread:
+    """The scopes that one thread is in, their hooks, and the modes that see calls for them."""
+
+    def __init__(self) -> None:
+        self.own = Scope()
+        """The hooks that were put on in this thread without a model."""
+        self.in_class_hook = False
+        """Whether a hook on a class runs, whose own calls go unseen."""
+        self.entered: list[Scope] = []
+        """The scopes of models, as often as each was entered."""
+        self._hooks: _HooksByFunction
+        self._made_at = -1
+        self._functions = _FunctionMode(self)
+        self._operators = _OperatorMode(self)
+
+    def hooks_on(self, func: Any) -> FunctionHooks | None:
+        """Return the hooks on a function that count in this thread now."""
+        return self._all_hooks().get(func)
+
+    def _all_hooks(self) -> _HooksByFunction:
+        if self._made_at != _State.published:
+            with LOCK:
+                self._made_at = _State.published
+                *others, last = dict.fromkeys((ANYWHERE, self.own, *self.entered))
+                self._hooks = last.with_others(tuple(others))
+        return self._hooks
+
+    def settle(self) -> None:
+        """Have each mode on its stack exactly while there are hooks for it."""
+        self._made_at = -1
+        hooks = self._all_hooks()
+        _switch(self._operators, hooks.has_operators)
+        _switch(self._functions, hooks.has_functions)
+
+
+def _switch(mode: _FunctionMode | _OperatorMode, wanted: bool) -> None:
+    """Put a mode of ours on its stack, or take it off.
+
+    While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the next
+    call of this takes it off.
+    """
+    if wanted and not mode.is_on:
+        mode.stack.slip_under(mode)
+        mode.is_on = True
+    elif mode.is_on and not wanted:
+        mode.is_on = not mode.stack.take_out(mode)
+
+
+def _publish() -> None:
+    """Let every thread make its table anew for its next call, since hooks have come or gone; under LOCK.
+
+    The modes of another thread stay on its stacks, which it alone may change, and see no hooks.
+    """
+    _State.published += 1
+    _THREADS.this.settle()
+
+
+class _Threads(threading.local):
+    """Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.this = _Thread()
+
+
+_THREADS: Final = _Threads()
+
+
+_torch.leave_to_python(Scope.enter, Scope.leave, _OperatorMode.__torch_dispatch__)
