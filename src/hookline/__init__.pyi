@@ -55,9 +55,9 @@ from hookline.sites.find import find as find
 from hookline.sites.functions.attach_function import attach_function as attach_function
 from hookline.sites.handle import HandleSet as HandleSet
 from hookline.sites.handle import HookHandle as HookHandle
+from hookline.sites.hook_at_site import Site as Site
 from hookline.sites.kinds import Kind as Kind
 from hookline.sites.optimizers import attach_optimizer as attach_optimizer
-from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors import attach_node as attach_node
 from hookline.sites.tensors import attach_tensor as attach_tensor
 from hookline.sites.tensors import saved_tensors as saved_tensors

@@ -40,7 +40,7 @@ from hookline.observe.host_values import fetch
 from hookline.phases import During
 from hookline.sites.attach import attach
 from hookline.sites.handle import HookHandle
-from hookline.sites.site_info import Site
+from hookline.sites.hook_at_site import Site
 from hookline.sites.wrappers import clean_modules
 from hookline.when import HookPoint
 

@@ -51,7 +51,7 @@ from hookline.sites.wrappers import unwrap
 if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.sites.handle import HookHandle
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
 
 logger = logging.getLogger("hookline.factories.export")
 

@@ -24,7 +24,7 @@ from hookline.messages import suggest
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
 
 logger = logging.getLogger("hookline.factories")
 

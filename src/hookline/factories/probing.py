@@ -30,7 +30,7 @@ from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.factories.streaming_stats import Gathered, StreamedModule
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.observe.tokens import Tokens
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
 
 
 # -- the residual stream -----------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from hookline.observe.patching import main_output, misfit, rebuilt, shape_of, si
 from hookline.observe.patching import steer as steer_edit
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
+from hookline.sites.hook_at_site import Site
 from hookline.sites.kinds import Kind
-from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from torch import nn

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sites.compiled.op_schemas import Found, Share
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
 
 logger = logging.getLogger("hookline.factories.activation_stats")
 alarm_logger = logging.getLogger("hookline.factories.nan_alarm")

@@ -36,8 +36,8 @@ from hookline.phases import During
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.hook_at_site import Site
 from hookline.sites.signature import hook_name
-from hookline.sites.site_info import Site
 from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules, unwrap, walk
 

@@ -51,8 +51,7 @@ from hookline.tree import leaves, main_of, main_tensor, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook, Scope, Target
-    from hookline.sites.hook_at_site import Attachment, HookAtSite
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Attachment, HookAtSite, Site
 
 _MAX_TENSORS: Final = 4
 """Tensors of one output that a notebook shows."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
     from hookline.sites.targets import Named
 
 # -- where an edit is made -------------------------------------------------------------------------------------------

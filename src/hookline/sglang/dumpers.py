@@ -42,7 +42,7 @@ from hookline.messages import nearest_names, type_name
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
-from hookline.sites.site_info import Site
+from hookline.sites.hook_at_site import Site
 from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules, unwrap
 from hookline.specs.hook_spec import option_errors

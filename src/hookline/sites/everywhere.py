@@ -25,8 +25,8 @@ from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.call_gradients import CallState
-from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.handle import HookHandle, attaching
+from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer
 from hookline.sites.kinds import MODULE, OPTIMIZER, STORED, Kind
 from hookline.sites.module_hooks import FIRST_PRE, LAST_PRE, LOCK, Slot, add_entries, existing_hooks, hooks_of_module
 from hookline.sites.optimizers import hook_optimizers_everywhere
@@ -87,7 +87,7 @@ def _register_with_torch(attachment: Attachment) -> HookHandle:
     def run(module: nn.Module, name: str, value: Any) -> Any:
         entry.count()
         result = entry.call(module, (name, value))
-        if result is None or attachment.order_group is OrderGroup.OBSERVE:
+        if result is None or attachment.options.observe:
             return None
         if not isinstance(result, wanted):
             raise HookReturnError(
@@ -98,12 +98,11 @@ def _register_with_torch(attachment: Attachment) -> HookHandle:
 
     what = attachment.kind.removeprefix("register_")
     wanted: type = {"module": nn.Module, "parameter": nn.Parameter, "buffer": torch.Tensor}[what]
-    handle = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
-    attachment.entries[entry] = None
-    attachment.on_remove = lambda attachment: handle.remove()
-    with LOCK:
-        ON_NO_MODEL.add(attachment)
-    return HookHandle(attachment)
+    with attaching(attachment) as handle:
+        registered = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
+        attachment.entries[entry] = None
+        attachment.on_remove = lambda attachment: registered.remove()
+    return handle
 
 
 class _ModulesEverywhere:
@@ -118,16 +117,15 @@ class _ModulesEverywhere:
         """For which generation it was said that compiled code is not reached."""
 
     def add(self, attachment: Attachment) -> HookHandle:
-        with LOCK:
+        with attaching(attachment) as handle:
             attachment.on_remove = self.drop
             self.attachments = (*self.attachments, attachment)
-            ON_NO_MODEL.add(attachment)
             self.generation += 1
             if self._global is None:
                 self._global = torch_module.register_module_forward_pre_hook(self._first_sight)
             for model in _existing_models():
                 self._cover(model)
-            return HookHandle(attachment)
+        return handle
 
     def drop(self, attachment: Attachment) -> None:
         self.attachments = tuple(other for other in self.attachments if other is not attachment)

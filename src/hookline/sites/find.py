@@ -19,13 +19,12 @@ from hookline.messages import counted
 from hookline.sites import _torch
 from hookline.sites.attention import hooked_parts
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import ON_NO_MODEL
+from hookline.sites.hook_at_site import ON_NO_MODEL, Site
 from hookline.sites.module_hooks import LOCK, Slot, drop_inert, existing_hooks
 from hookline.sites.optimizers import optimizer_entries, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import hook_name
-from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import walk
 from hookline.tables import THE_MODEL, ShownAsTable, Table

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
-from hookline.sites.hook_at_site import Attachment, close_context
+from hookline.sites.hook_at_site import ON_NO_MODEL, Attachment, close_context
 from hookline.sites.kinds import Kind
 from hookline.sites.module_hooks import LOCK, release_counters
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
@@ -141,6 +141,8 @@ def attaching(attachment: Attachment) -> Iterator[HookHandle]:
         except BaseException:
             handle.remove(quiet=True)
             raise
+        if attachment.everywhere:
+            ON_NO_MODEL.add(attachment)
 
 
 class HandleSet(Handle):

@@ -24,11 +24,10 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
-from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, ON_NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.handle import HookHandle, attaching
+from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer, OptimizerSite
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.module_hooks import LOCK, Inert
-from hookline.sites.site_info import OptimizerSite
+from hookline.sites.module_hooks import Inert
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -91,11 +90,11 @@ def attach_optimizer(
     optimizer = checked_optimizer(optimizer)
     options = AttachOptions(prepend=prepend, observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=OPTIMIZER)
-    with LOCK:
+    with attaching(attachment) as handle:
         _drop_unused()
         hooks = _existing_hooks(optimizer) or _OptimizerHooks()
         hooks.add(attachment, type(optimizer).__name__, optimizer)
-        return HookHandle(attachment)
+    return handle
 
 
 def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
@@ -103,11 +102,10 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
 
     It runs where torch runs hooks of the process: before those of the optimizer itself, and after a step behind them.
     """
-    with LOCK:
+    with attaching(attachment) as handle:
         _drop_unused()
         _EVERYWHERE.add(attachment, "(every optimizer)", None)
-        ON_NO_MODEL.add(attachment)
-        return HookHandle(attachment)
+    return handle
 
 
 def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
@@ -143,7 +141,7 @@ class _OptimizerHooks(HookContainer):
             entry.count()
             site = OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
             result = entry.call(optimizer, values, site)
-            if result is not None and entry.attachment.order_group is OrderGroup.EDIT:
+            if result is not None and not entry.attachment.options.observe:
                 values = _edited(values, result, optimizer, entry)
         if values is given:
             return None

@@ -28,9 +28,8 @@ from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle, attaching
-from hookline.sites.hook_at_site import HookAtSite, HookContainer
+from hookline.sites.hook_at_site import HookAtSite, HookContainer, Site
 from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
-from hookline.sites.site_info import Site
 from hookline.sites.targets import (
     as_list,
     check_model,

@@ -31,11 +31,10 @@ from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients.backward_call import fitting, fitting_all
 from hookline.sites.handle import Handle, HookHandle
-from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, Site
 from hookline.sites.kinds import NODE, TENSOR, Kind
 from hookline.sites.module_hooks import LOCK
 from hookline.sites.parameters import hook_leaf
-from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -277,7 +276,7 @@ class _GraphHook:
     @property
     def edits(self) -> bool:
         """Return whether what the hook returns goes on in the place of what it was shown."""
-        return self.attachment.order_group is OrderGroup.EDIT
+        return not self.attachment.options.observe
 
     def __call__(self, value: Any, *more: Any) -> Any:
         result = self.entry.run(value, *more)

@@ -21,7 +21,7 @@ from hookline.errors import CompareError, OptionError
 from hookline.guard.guard import rollback
 from hookline.observe.capturing import Cache, capture
 from hookline.sites.attach import attach
-from hookline.sites.site_info import Site
+from hookline.sites.hook_at_site import Site
 from hookline.tables import ShownAsTable, Table
 from hookline.tree import leaves, map_tensors
 

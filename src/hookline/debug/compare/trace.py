@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Hook, Target
+    from hookline.sites.hook_at_site import Site
     from hookline.sites.parameters import NamedParameter
-    from hookline.sites.site_info import Site
 
 _DEFAULT_KINDS: Final = ("output", "output_grad", "parameter", "param_grad")
 

@@ -50,7 +50,7 @@ from hookline.when import HookPoint
 if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
-    from hookline.sites.site_info import Site
+    from hookline.sites.hook_at_site import Site
     from hookline.training.run import RunStep
 
 

@@ -39,7 +39,7 @@ from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.functions.attach_function import attach_function
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet
-from hookline.sites.site_info import FunctionSite, Site
+from hookline.sites.hook_at_site import FunctionSite, Site
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import OFF, ON
 from hookline.tree import leaves

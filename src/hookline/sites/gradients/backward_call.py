@@ -27,8 +27,7 @@ from hookline import tree
 from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import HookContainer, OrderGroup, open_contexts
-from hookline.sites.site_info import FunctionSite, Site
+from hookline.sites.hook_at_site import FunctionSite, HookContainer, OrderGroup, Site, open_contexts
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads

@@ -63,7 +63,7 @@ from hookline.sites.gradients.backward_call import (
     tap,
     thread,
 )
-from hookline.sites.site_info import FunctionSite
+from hookline.sites.hook_at_site import FunctionSite
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
