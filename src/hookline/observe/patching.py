@@ -98,15 +98,7 @@ def main_output(output: Any, where: str) -> Tensor:
     """Return the main tensor of an output; raise if it has none."""
     main = main_tensor(output)
     if main is None:
-        misfit("An edit changes a tensor", where, _found(type(output)), _ATTACH)
-    return main
-
-
-def main_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
-    """Return the main tensor of the arguments; raise if they have none."""
-    main = find_main_input(args, kwargs)
-    if main is None:
-        misfit("An edit changes a tensor", where, "has none in it", _ATTACH)
+        misfit("An edit changes a tensor", where, f"is {_kind_of(type(output))} with none in it", _ATTACH)
     return main
 
 
@@ -116,11 +108,6 @@ def find_main_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     if main is None and _USUAL_INPUT in kwargs:
         main = main_tensor(kwargs[_USUAL_INPUT])
     return main_tensor(kwargs) if main is None else main
-
-
-@_torch.constant_while_tracing
-def _found(cls: type) -> str:
-    return f"is a {cls.__name__} with none in it"
 
 
 def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
@@ -198,15 +185,15 @@ def as_tensor(value: Any, what: str) -> Tensor:
 class EditIndex:
     """An index as between the brackets of a tensor, one item per dimension."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, head: Heads = None) -> None:
         self.text = index_text(given)
         """As it was given."""
         self.items: list[Any] = []
         """Numbers, slices, ``...``, and places held as tensors."""
         self.masks: list[tuple[int, tuple[int, ...]]] = []
         """For each mask, the dimension it begins at and the shape that the activation has to have from there."""
-        self.head: Heads = None
-        """The heads of attention that it names."""
+        self.head = head
+        """The heads of attention that it names, which only places inside of it have."""
         self.calls = 0
         """How often a part was asked for, outside of compiled code."""
         self.selects = False
@@ -218,15 +205,13 @@ class EditIndex:
                 raise OptionError(f"index={self.text} has more than one '...'.")
             # To the compiler a number in an index is a constant, and each position would need another graph. So
             # compiled code takes the slices first, and then looks the numbers up as tensors.
-            self.letters = "".join(map(_letter, self.items))
-            """A letter for each item: n for a number, p for places, s for a slice, "." for ``...``."""
-            self.has_numbers = "n" in self.letters and "p" not in self.letters
-            """Whether numbers can be looked up as tensors; not together with places, which torch would combine."""
-            lettered = list(zip(self.letters, self.items, strict=True))
-            self.slices = tuple(slice(None) if letter == "n" else item for letter, item in lettered)
-            """The index without its numbers."""
-            self.numbers = [GivenTensor(torch.tensor(item)) if letter == "n" else None for letter, item in lettered]
+            self.numbers = [GivenTensor(torch.tensor(item)) if isinstance(item, int) else None for item in self.items]
             """The numbers as tensors; None for other items."""
+            self.slices = tuple(slice(None) if isinstance(item, int) else item for item in self.items)
+            """The index without its numbers."""
+            has_places = any(isinstance(item, GivenTensor) for item in self.items)
+            self.has_numbers = any(self.numbers) and not has_places
+            """Whether numbers can be looked up as tensors; not together with places, which torch would combine."""
 
     def _add(self, item: Any) -> None:
         if not isinstance(item, Tensor):
@@ -244,9 +229,8 @@ class EditIndex:
     def part(self, x: Tensor, where: str) -> Tensor:
         """Return that part of ``x``, the tensor at ``where``; compiled code raises torch's error for a wrong index."""
         for start, shape in self.masks:
-            for offset, size in enumerate(shape):
-                if x.dim() < start + len(shape) or x.shape[start + offset] != size:
-                    misfit(f"index={self.text} has a mask of shape {shape}", where, f"has shape {shape_of(x)}", _MASKED)
+            if tuple(x.shape[start : start + len(shape)]) != shape:
+                misfit(f"index={self.text} has a mask of shape {shape}", where, f"has shape {shape_of(x)}", _MASKED)
         if torch.compiler.is_compiling():
             return _INDEX(x[self.slices], self._numbers_on(x)) if self.has_numbers else x[self._on(x)]
         try:
@@ -269,27 +253,20 @@ class EditIndex:
         return new
 
     def _on(self, x: Tensor) -> tuple[Any, ...]:
-        lettered = zip(self.letters, self.items, strict=True)
-        return tuple([item.on(x) if letter == "p" else item for letter, item in lettered])
+        return tuple([item.on(x) if isinstance(item, GivenTensor) else item for item in self.items])
 
     def _numbers_on(self, x: Tensor) -> list[Tensor | None]:
         """Return for each dimension of ``x`` its number, if it has one."""
         found: list[Tensor | None] = []
-        for letter, number in zip(self.letters, self.numbers, strict=True):
-            if letter == ".":
-                found += [None] * (x.dim() - len(self.letters) + 1)
+        for item, number in zip(self.slices, self.numbers, strict=True):
+            if item is Ellipsis:
+                found += [None] * (x.dim() - len(self.slices) + 1)
             else:
                 found.append(None if number is None else number.on(x))
         return found
 
     def __repr__(self) -> str:
         return self.text
-
-
-def _letter(item: Any) -> str:
-    if isinstance(item, GivenTensor):
-        return "p"
-    return "." if item is Ellipsis else "s" if isinstance(item, slice) else "n"
 
 
 # -- edits -----------------------------------------------------------------------------------------------------------
@@ -317,7 +294,7 @@ class Edit:
     """Its name in reports and errors."""
     change: Callable[..., Tensor]
     """Returns what a part becomes: ``change(edit, part, whole activation, site, *given)``."""
-    given: Sequence[Any]
+    given: list[Any]
     """What the user gave, in a list: in a closure, or in a tuple of numbers, the compiler would make a graph for each
     number."""
     index: EditIndex | None = None
@@ -326,16 +303,10 @@ class Edit:
     """What was given, as a user would write it."""
     wants_site: bool = False
     """Whether it has to get a `Site`, which has the number of the call; others get an `EditedPlace`."""
-    recorded: Callable[[list[Tensor], str], Tensor] | None = None
-    """For an edit that was given a cache, as ``given[0]``: ``recorded(tensors of a module, its name)`` returns what is
-    given in its place; None for other edits."""
+    recorded: Recorded | None = None
+    """For an edit that was given a cache, as ``given[0]``; None for other edits."""
     axes: TokenAxes | None = None
     """Finds modules where the second item of the index would be no token; None if it has none."""
-    by_head: bool = False
-    """Whether the index names heads of attention, which only places inside of it have."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "given", list(self.given))
 
     def __repr__(self) -> str:
         options = [self.options, "" if self.index is None else f"index={self.index}"]
@@ -343,10 +314,11 @@ class Edit:
 
     def bound(self, model: nn.Module, chosen: Sequence[Named], *, inputs: bool) -> dict[str, Edit]:
         """Return for each of the ``chosen`` modules of ``model``, or for their ``inputs``, the edit that it gets."""
-        wrong = next((name for name, module in chosen if self.by_head and not isinstance(module, AttentionPart)), None)
+        by_head = self.index is not None and self.index.head is not None
+        wrong = next((name for name, module in chosen if by_head and not isinstance(module, AttentionPart)), None)
         if wrong is not None:
             raise OptionError(f"{wrong!r} has no heads: head= is for places inside of attention, such as role='z'.")
-        axes = None if self.index is None or self.by_head else TokenAxes.checking(model, self.index.items)
+        axes = None if self.index is None or by_head else TokenAxes.checking(model, self.index.items)
         edit = self if axes is None else dataclasses.replace(self, axes=axes)
         if self.recorded is None:
             return {name: edit for name, _ in chosen}
@@ -357,7 +329,7 @@ class Edit:
         bound = {}
         for name, module in chosen:
             found = _tensors_of(self.given[0], spellings[id(module)], inputs=inputs, word=self.word)
-            bound[name] = dataclasses.replace(edit, given=(GivenTensor(self.recorded(found, name)), *self.given[1:]))
+            bound[name] = dataclasses.replace(edit, given=[GivenTensor(self.recorded(found, name)), *self.given[1:]])
         return bound
 
     def apply(self, x: Tensor, site: Where) -> Tensor:
@@ -420,15 +392,13 @@ Heads: TypeAlias = int | Sequence[int] | None
 """One head of attention, or several; None for all."""
 
 
-def _edit(index: IndexLike | None, head: Heads, word: str, change: Any, given: Sequence[Any], shown: str) -> Edit:
+def _edit(index: IndexLike | None, head: Heads, word: str, change: Any, given: list[Any], shown: str) -> Edit:
     """Return an edit of the part that ``index``, or ``head``, says."""
-    if head is None:
-        return Edit(word, change, given, None if index is None else EditIndex(index), shown)
-    if index is not None:
-        raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
-    part = EditIndex((slice(None), head if isinstance(head, int) else list(head)))
-    part.head = head
-    return Edit(word, change, given, part, shown, by_head=True)
+    if head is not None:
+        if index is not None:
+            raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
+        index = slice(None), head if isinstance(head, int) else list(head)
+    return Edit(word, change, given, None if index is None else EditIndex(index, head), shown)
 
 
 # -- given values ----------------------------------------------------------------------------------------------------
@@ -452,7 +422,7 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None, head: Heads = 
             f"ablate() takes a number, got {type_name(value)}. For tensors there is hookline.edits.replace()."
         )
     is_whole = value == value // 1  # False for NaN and infinity
-    return _edit(index, head, "ablate", _ablated, (float(value), is_whole), repr(value) if value else "")
+    return _edit(index, head, "ablate", _ablated, [float(value), is_whole], repr(value) if value else "")
 
 
 def _ablated(edit: Edit, part: Tensor, x: Tensor, site: Where, value: float, is_whole: bool) -> Tensor:
@@ -478,7 +448,7 @@ def scale(k: float | Tensor, *, index: IndexLike | None = None, head: Heads = No
         head: The head of attention to scale, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     factor = _factor(k, "The factor of scale()")
-    return _edit(index, head, "scale", _scaled, (factor,), _shown(factor))
+    return _edit(index, head, "scale", _scaled, [factor], _shown(factor))
 
 
 def _scaled(edit: Edit, part: Tensor, x: Tensor, site: Where, k: float | GivenTensor) -> Tensor:
@@ -506,7 +476,7 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
     """
     given = GivenTensor(as_tensor(vector, "The vector of steer()"))
     factor = _factor(k, "k= of steer()")
-    return _edit(index, head, "steer", _steered, (given, factor), f"{_shown(given)}, {_shown(factor)}")
+    return _edit(index, head, "steer", _steered, [given, factor], f"{_shown(given)}, {_shown(factor)}")
 
 
 def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, k: float | GivenTensor) -> Tensor:
@@ -536,7 +506,7 @@ def replace(tensor: Tensor | float, *, index: IndexLike | None = None, head: Hea
         head: The head of attention to replace, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     given = GivenTensor(as_tensor(tensor, "The tensor of replace()"))
-    return _edit(index, head, "replace", _replaced, (given,), _shown(given))
+    return _edit(index, head, "replace", _replaced, [given], _shown(given))
 
 
 def _replaced(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor) -> Tensor:
@@ -557,6 +527,11 @@ def _shown(given: float | GivenTensor) -> str:
 
 # -- another run -----------------------------------------------------------------------------------------------------
 
+Recorded: TypeAlias = Callable[[list[Tensor], str], Tensor]
+"""Returns what is given in the place of a cache, from its tensors of a module and the name of that."""
+Fits: TypeAlias = Callable[[Tensor, Tensor], bool]
+"""Tells whether a tensor of the cache can replace a part of an activation."""
+
 
 def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Put the activation that the same site had in another run in the place of this one's.
@@ -576,9 +551,7 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Head
             such a part, it is taken as it is. Shapes have to agree, but for a batch of one in the cache.
         head: The head of attention to swap, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
-    _check_cache(cache, "swap")
-    edit = _edit(index, head, "swap", _put_back, (cache, _is_as_large), "cache")
-    return dataclasses.replace(edit, recorded=_only_one)
+    return _edit_from_cache(cache, index, head, "swap", _is_as_large, _only_one)
 
 
 def mean_ablate(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Heads = None) -> Edit:
@@ -598,14 +571,23 @@ def mean_ablate(cache: Mapping[str, Any], *, index: IndexLike | None = None, hea
         index: The part of the activation to ablate; all of it by default.
         head: The head of attention to ablate, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
-    _check_cache(cache, "mean_ablate")
-    edit = _edit(index, head, "mean_ablate", _put_back, (cache, _broadcasts), "cache")
-    return dataclasses.replace(edit, recorded=_mean_of)
+    return _edit_from_cache(cache, index, head, "mean_ablate", _broadcasts, _mean_of)
 
 
-def _put_back(
-    edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, fits: Callable[[Tensor, Tensor], bool]
-) -> Tensor:
+def _edit_from_cache(
+    cache: Any, index: IndexLike | None, head: Heads, word: str, fits: Fits, recorded: Recorded
+) -> Edit:
+    """Return an edit that puts back what ``recorded`` makes of the tensors in ``cache``, where that ``fits``."""
+    if not isinstance(cache, Mapping):
+        raise OptionError(
+            f"{word}() takes the cache of a hookline.capture, or a dict from module names to tensors, got "
+            f"{type_name(cache)}. For one tensor there is hookline.edits.replace()."
+        )
+    edit = _edit(index, head, word, _put_back, [cache, fits], "cache")
+    return dataclasses.replace(edit, recorded=recorded)
+
+
+def _put_back(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, fits: Fits) -> Tensor:
     value = edit.converted(given, x, site)
     if edit.index is not None and value.dim() == x.dim() and fits(value, x):  # the cache has the whole activation
         value = edit.index.part(value.expand(x.shape), site_text(site))
@@ -622,20 +604,17 @@ def _is_as_large(value: Tensor, part: Tensor) -> bool:
 # -- the activations of the other run ------------------------------------------------------------------------
 
 
-def _check_cache(cache: Any, word: str) -> None:
-    """Raise unless names can be looked up in ``cache``."""
-    if not isinstance(cache, Mapping):
-        raise OptionError(
-            f"{word}() takes the cache of a hookline.capture, or a dict from module names to tensors, got a "
-            f"{type(cache).__name__}. For one tensor there is hookline.edits.replace()."
-        )
-
-
 def _tensors_of(cache: Mapping[str, Any], names: Sequence[str], *, inputs: bool, word: str) -> list[Tensor]:
     """Return the tensors of a module in the cache, call by call; ``names`` are all that it has, its own first."""
     name = next((name for name in names if name in cache), None)
     if name is None:
-        raise _not_there(cache, names[0], word)
+        known = [str(key) for key in cache]
+        near = nearest_names(names[0], known)
+        hint = f"nearest: {', '.join(map(repr, near))}" if near else "it is empty"
+        raise NoMatchError(
+            f"{word}() is to edit {names[0]!r}, which is not in the cache of {len(known)} names; {hint}. "
+            "Capture the sites that are patched, through the same model."
+        )
     record = cache[name]
     tensors = [_tensor_of(call, inputs=inputs) for call in getattr(record, "calls", (record,))]
     found = [as_tensor(tensor, word) for tensor in tensors if tensor is not None]
@@ -660,16 +639,6 @@ def _tensor_of(call: Any, *, inputs: bool) -> Tensor | None:
     if isinstance(call, Tensor) or not hasattr(call, "name"):
         return main_tensor(call)
     return find_main_input(call.inputs, call.kwargs) if inputs else main_tensor(call.output)
-
-
-def _not_there(cache: Mapping[str, Any], name: str, word: str) -> NoMatchError:
-    names = [str(key) for key in cache]
-    near = nearest_names(name, names)
-    hint = f"nearest: {', '.join(map(repr, near))}" if near else "it is empty"
-    return NoMatchError(
-        f"{word}() is to edit {name!r}, which is not in the cache of {len(names)} names; {hint}. "
-        "Capture the sites that are patched, through the same model."
-    )
 
 
 def _mean_of(tensors: list[Tensor], name: str) -> Tensor:
@@ -712,7 +681,7 @@ def as_edit(given: Any, target: Any) -> Edit:
             "function of the activation."
         )
     wants_site = _check_function(given, target)
-    return Edit(hook_name(given), _call_function, (given,), wants_site=wants_site)
+    return Edit(hook_name(given), _call_function, [given], wants_site=wants_site)
 
 
 def _call_function(edit: Edit, part: Tensor, x: Tensor, site: Where, function: Callable[..., Any]) -> Tensor:
@@ -753,10 +722,6 @@ def _check_function(function: Any, target: Any) -> bool:
 # -- the verb ------------------------------------------------------------------------------------------------------
 
 _FORWARD: Final = Kind.FORWARD
-# The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
-_READS_OUTPUT: Final = HookTraits(wants_site=True, may_edit=True, reads="o")
-_READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")
-"""A compiled call gives a hook nothing that is not in the letters of ``reads``."""
 
 
 def patch(
@@ -839,21 +804,16 @@ def patch(
         if chosen:
             whole = edit if edit.index is not None else dataclasses.replace(edit, index=part)
             placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs)))
-    found = Patch()
+    found, make_hook = Patch(), _EditInput if inputs else _EditOutput
     try:
         for edit, chosen, bound in placed:
-            # Stands for the hooks while they are attached; then each module gets the edit that is bound to it.
-            hook = _EditInput(edit) if inputs else _EditOutput(edit)
             options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
-            request = new_attachment(hook, kind, options, traits=_READS_INPUTS if inputs else _READS_OUTPUT)
+            # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+            traits = HookTraits(wants_site=edit.wants_site, may_edit=True, reads="ak" if inputs else "o")
+            request = new_attachment(make_hook, kind, options, traits=traits)
+            request.for_site = {each: make_hook(bound[each], EditedPlace(each, kind)) for each in bound}.__getitem__
             found.add(attach_to_modules(request, model, chosen))
             found.edits.append(edit)
-            for entry in request.entries:
-                if inputs or edit.wants_site or request.context is not None:
-                    entry.hook = type(hook)(bound[entry.name])
-                else:  # without a site, which takes longer to make than the rest of the call
-                    entry.hook = _EditOutput(bound[entry.name], EditedPlace(entry.name, kind))
-                    entry.simple = True
     except BaseException:
         found.remove(quiet=True)
         raise
@@ -878,7 +838,12 @@ class Patch(HandleSet):
         super().remove(quiet=quiet)
         for edit in edits if not quiet else ():
             if edit.index is not None and edit.index.calls and not edit.index.selects:
-                warn_user(_empty(edit.index))
+                warn_user(
+                    f"index={edit.index.text} selected nothing in {counted(edit.index.calls, 'call')}, so the edit "
+                    "changed nothing. In generate() with a key-value cache the forward of a new token has one "
+                    "position; a function that declares site= can distinguish the forwards by site.step (0 is the "
+                    "prompt)."
+                )
 
 
 def _for_role(edits: Any, role: str | None, layer: Layers) -> dict[str, Any]:
@@ -892,41 +857,36 @@ def _for_role(edits: Any, role: str | None, layer: Layers) -> dict[str, Any]:
     return dict.fromkeys(targets, edits)
 
 
-def _empty(index: EditIndex) -> str:
-    return (
-        f"index={index.text} selected nothing in {counted(index.calls, 'call')}, so the edit changed nothing. In "
-        "generate() with a key-value cache the forward of a new token has one position; a function that declares site= "
-        "can distinguish the forwards by site.step (0 is the prompt)."
-    )
+@dataclass(eq=False)
+class _EditHook:
+    """The hook of an edit at a place; it is called with a site if the edit asks for one."""
+
+    edit: Edit
+    place: EditedPlace
 
 
-class _EditOutput:
-    """The forward hook of an edit."""
-
-    def __init__(self, edit: Edit, place: EditedPlace | None = None) -> None:
-        self.edit = edit
-        self.place = place
-        """Where it is, for a hook that is called without a site."""
+class _EditOutput(_EditHook):
+    """A forward hook."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the edited tensor."""
         where = self.place if site is None else site
-        assert where is not None
         if isinstance(output, Tensor):
             return self.edit.apply(output, where)
         main = main_output(output, site_text(where))
         return rebuilt(output, main, self.edit.apply(main, where), site_text(where))
 
 
-class _EditInput:
-    """The forward pre-hook of an edit."""
+class _EditInput(_EditHook):
+    """A forward pre-hook."""
 
-    def __init__(self, edit: Edit) -> None:
-        self.edit = edit
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site | None = None
+    ) -> Any:
         """Return the arguments with the edited tensor."""
-        where = site_text(site)
-        main = main_input(args, kwargs, where)
-        new = self.edit.apply(main, site)
-        return rebuilt(args, main, new, where), rebuilt(kwargs, main, new, where)
+        where = self.place if site is None else site
+        main, text = find_main_input(args, kwargs), site_text(where)
+        if main is None:
+            misfit("An edit changes a tensor", text, "has none in it", _ATTACH)
+        new = self.edit.apply(main, where)
+        return rebuilt(args, main, new, text), rebuilt(kwargs, main, new, text)
