@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 _LONGEST: Final = 50
 """Characters of a file's name that its draft keeps: with process and thread, a name has at most 255 bytes."""
@@ -103,7 +103,9 @@ class AppendFile:
 
 # -- locks ----------------------------------------------------------------------------------------------------
 
-_OURS: Final[dict[tuple[int, int], int]] = {}
+_Key: TypeAlias = tuple[int, int] | None
+"""The device and number of a file, which tell files apart whatever their names; None for one that is not there."""
+_OURS: Final[dict[_Key, int]] = {}
 """The files that this process has locked, each with its process number: the system refuses a lock only to other
 processes, and a forked child does not inherit it."""
 _TAKING: Final = threading.Lock()
@@ -115,7 +117,7 @@ os.register_at_fork(before=_TAKING.acquire, after_in_parent=_TAKING.release, aft
 class FileLock:
     """A lock that is held until `release`, or until the end of a ``with`` block; the file holds our process number."""
 
-    def __init__(self, path: Path, file: int, key: tuple[int, int]) -> None:
+    def __init__(self, path: Path, file: int, key: _Key) -> None:
         self._path, self._file, self._key = path, file, key
 
     def release(self) -> None:
@@ -139,25 +141,21 @@ class FileLock:
 
 def take_lock(path: Path) -> FileLock | None:
     """Return the lock of the file at `path`, or None if it is held already, here or elsewhere; does not wait."""
-    with _TAKING:
-        return _take(path)
-
-
-def _take(path: Path) -> FileLock | None:
     # A lock of the process, not of the open file: workers that were forked from a killed run do not hold it. To open
     # and close a file that we have locked would free the lock, so `_is_ours` comes first.
-    while not _is_ours(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        if not _lock(file):
-            os.close(file)
-            return None
-        found = os.fstat(file)
-        if _leads_to(path, found):
-            os.ftruncate(file, 0)
-            os.write(file, str(os.getpid()).encode())
-            _OURS[_key(found)] = os.getpid()
-            return FileLock(path, file, _key(found))
-        os.close(file)  # its holder released it in between, and removed the file: try again with a new one
+    with _TAKING:
+        while not _is_ours(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            if not _lock(file):
+                os.close(file)
+                return None
+            key = _key(file)
+            if _key(path) == key:
+                os.ftruncate(file, 0)
+                os.write(file, str(os.getpid()).encode())
+                _OURS[key] = os.getpid()
+                return FileLock(path, file, key)
+            os.close(file)  # its holder released it in between, and removed the file: try again with a new one
     return None
 
 
@@ -173,13 +171,15 @@ def lock_holder(path: Path) -> int | None:
 
 
 def _is_ours(path: Path) -> bool:
+    return _OURS.get(_key(path)) == os.getpid()
+
+
+def _key(file: Path | int) -> _Key:
+    """Return the key of the file of that name, or of that descriptor."""
     try:
-        return _OURS.get(_key(os.stat(path))) == os.getpid()
+        found = os.stat(file)
     except FileNotFoundError:
-        return False
-
-
-def _key(found: os.stat_result) -> tuple[int, int]:
+        return None
     return found.st_dev, found.st_ino
 
 
@@ -192,11 +192,3 @@ def _lock(file: int) -> bool:
     except OSError:
         pass  # a file system without locks
     return True
-
-
-def _leads_to(path: Path, found: os.stat_result) -> bool:
-    """Return whether `path` is still the name of the file that was opened."""
-    try:
-        return os.path.samestat(os.stat(path), found)
-    except FileNotFoundError:
-        return False

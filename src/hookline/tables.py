@@ -69,7 +69,7 @@ class Table:
     """How many rows are shown, with a line on the others before the foot; None for all, in HTML 500."""
     rest: str = " more"
     """What that line says after the number of rows that are left out."""
-    heat: Literal["", "column"] | ColourScale = ""
+    heat: Literal["column"] | ColourScale | None = None
     """Whether HTML shades numbers: by the largest of their column, or on one scale of colours."""
 
     def with_foot(self, line: str) -> Table:
@@ -91,11 +91,7 @@ class Table:
             lines += [self._line(row, widths) for row in cells]
         return "\n".join([*lines, *self._left_out(self.most), *self.foot])
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        return self.html()
+    __str__ = text
 
     def _left_out(self, most: int | None) -> list[str]:
         more = 0 if most is None else len(self.rows) - most
@@ -126,6 +122,8 @@ class Table:
             parts += [line(text + hint) for text in self._left_out(most)]
         parts += map(line, self.foot)
         return "\n".join(filter(None, parts))
+
+    _repr_html_ = html
 
     def _html_row(self, tag: str, row: Sequence[str], shares: Sequence[float | None] = ()) -> str:
         cells = []

@@ -146,9 +146,8 @@ def map_tensors(
     parts = children(value)
     if parts is None:
         return other(value)
-    if id(value) in above:
+    if (within := inside(value, above)) is None:
         return value  # it contains itself
-    within = (*above, id(value))
     items = {key: map_tensors(item, change, other, f"{path}.{key}" if path else str(key), within)
              for key, item in parts}  # fmt: skip
     is_same = isinstance(value, tuple) and all(items[key] is item for key, item in parts)
@@ -217,8 +216,6 @@ def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     kind: Any = type(value)
     if kind is tuple:
         return tuple(items)
-    if hasattr(kind, "_make"):
-        return kind._make(items)
     if hasattr(kind, "n_sequence_fields"):  # what torch.max and others return
         return kind(items)
     twin: Any = tuple.__new__(kind, items)  # whatever its own constructor takes

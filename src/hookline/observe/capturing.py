@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _MAX_TENSORS: Final = 4
 """Tensors of one output that a notebook shows."""
 _MAX_CALLS: Final = 12
-"""Calls of one module that a notebook shows: 10 kB each at most."""
+"""Calls whose heat maps a notebook shows at once: 10 kB each at most."""
 
 
 class NoNumbers(Exception):
@@ -297,6 +297,7 @@ def _first_tensors(value: Any) -> list[tuple[str, Tensor]]:
     return [("" if len(found) == 1 else f"[{path}]", leaf) for path, leaf in found]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Captured:
     """The calls that were captured of one module.
 
@@ -305,14 +306,11 @@ class Captured:
     ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
     """
 
-    __slots__ = ("_why_none", "calls", "name")
-
-    def __init__(self, name: str, calls: tuple[CapturedCall, ...], why_none: Callable[[str], str]) -> None:
-        self.name = name
-        """The name of the module."""
-        self.calls = calls
-        """Its calls, in the order they ended."""
-        self._why_none = why_none
+    name: str
+    """The name of the module."""
+    calls: tuple[CapturedCall, ...]
+    """Its calls, in the order they ended."""
+    _why_none: Callable[[], str]
 
     @property
     def output(self) -> Any:
@@ -344,7 +342,7 @@ class Captured:
         if len(calls) == 1:
             return calls[0]
         if not calls:
-            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none(self.name)}.")
+            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none()}.")
         steps = len({call.step for call in calls})
         forwards = f" in {steps} forwards of the model" if steps > 1 else ""
         raise CaptureError(
@@ -552,8 +550,6 @@ def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:
 # -- the cache -----------------------------------------------------------------------------------------------------
 
 _MAX_ROWS: Final = 60
-_MAX_MAPS: Final = 12
-"""Heat maps that a notebook shows at once: 10 kB each at most."""
 _ENDED_EARLY: Final = "stop=True ended the block here: nothing behind the model's call in it was run"
 _MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
 
@@ -598,7 +594,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             name = self._in_role(name)
         elif name not in self._calls and name not in self.reasons:
             name = self._resolve(name)
-        return Captured(name, tuple(self._calls.get(name, ())), self._why_none)
+        return Captured(name, tuple(self._calls.get(name, ())), self.reasons.get(name, str))
 
     def stack(self, role: str) -> Tensor:
         """Return the main tensors of a role, block by block, as one: (blocks, …); each was captured once.
@@ -606,11 +602,10 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         Recipe: ``cache.stack("resid")[:, 0, -1]`` is the last token after each block. Row k is block k: it raises
         where a block was not captured, or has nothing in that role, and where they are not of one shape.
         """
-        model = self._live_model()
-        names = [name for name, _ in modules_in_role(model, role_target(role)) if name in self._calls]
+        names = [name for name, _ in self._with_role(role) if name in self._calls]
         if not names:
             raise NoMatchError(f"Nothing with the role {role!r} was captured: capture(model, role={role!r}).")
-        blocks = len(modules_in_role(model, role_target("resid"))) if role in IN_BLOCKS else 1
+        blocks = len(self._with_role("resid")) if role in IN_BLOCKS else 1
         if len(names) < blocks:
             raise NoMatchError(
                 f"{role!r} was captured in {len(names)} of {blocks} blocks. Stack what you mean: "
@@ -622,17 +617,18 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             raise CaptureError(f"{role!r} has several shapes, as an encoder and a decoder have: {shapes}; stack parts.")
         return torch.stack(rows)
 
-    def _live_model(self) -> nn.Module:
+    def _with_role(self, role: str, block: int | None = None) -> list[Named]:
+        """Return the modules of the model with a role, in all blocks or one."""
         model = self._model()
         if model is None:
             raise CaptureError("Roles are read off the model, and this cache has none: it is gone.")
-        return model
+        return modules_in_role(model, role_target(role, block))
 
     def _in_role(self, place: tuple[str, int]) -> str:
         """Return the name of what has a role in a block."""
         if len(place) != 2 or not isinstance(place[0], str) or not isinstance(place[1], Integral):
             raise NoMatchError(f"A cache is read by name, or by role and block: cache['resid', 3]; got {place!r}.")
-        named = modules_in_role(self._live_model(), role_target(*place))
+        named = self._with_role(*place)
         if not named or (named[0][0] not in self._calls and named[0][0] not in self.reasons):
             what = f"{named[0][0]!r}, the {place[0]} of block {place[1]}," if named else f"Block {place[1]}"
             raise NoMatchError(f"{what} was not captured: capture(model, role={place[0]!r}).")
@@ -664,7 +660,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     def _repr_html_(self) -> str:
         """Return the table and, folded, heat maps of the first modules; to draw these waits for their device."""
-        maps = "".join(calls[0]._repr_html_() for calls in [*self._calls.values()][:_MAX_MAPS])
+        maps = "".join(calls[0]._repr_html_() for calls in [*self._calls.values()][:_MAX_CALLS])
         folded = f"<details><summary>heat maps</summary>{maps}</details>" if maps else ""
         return super()._repr_html_() + folded
 
@@ -716,9 +712,6 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         )
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _why_none(self, name: str) -> str:
-        return self.reasons[name]()
 
     def _resolve(self, name: str) -> str:
         """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""
@@ -857,12 +850,8 @@ def _parse_device(device: Any) -> torch.device:
     return found
 
 
-def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Stand for a pre-hook while it is attached: each module then gets its own, ``recorder.begin_hook(entry)``."""
-
-
-def _end(module: nn.Module, args: Any, output: Any) -> None:
-    """Stand for a forward hook while it is attached: each module then gets its own, ``recorder.end_hook(entry)``."""
+def _stand_in(*args: Any) -> None:
+    """Stand for a hook while it is attached: each module then gets its own, from a method of the recorder."""
 
 
 def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
@@ -878,11 +867,11 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
 
     if recorder.opens_calls:
         reads = HookTraits(wants_site=False, may_edit=False, reads="ak" if recorder.takes_inputs else "")
-        for entry in attach(Kind.FORWARD_PRE, _begin, _WITH_KWARGS, reads).entries:
+        for entry in attach(Kind.FORWARD_PRE, _stand_in, _WITH_KWARGS, reads).entries:
             entry.hook = recorder.begin_hook(entry)
     if recorder.takes_grads:
         attach(Kind.BACKWARD_PRE, recorder.take_grads)
-    for entry in attach(Kind.FORWARD, _end, traits=_READS_OUTPUT).entries:
+    for entry in attach(Kind.FORWARD, _stand_in, traits=_READS_OUTPUT).entries:
         entry.hook = recorder.end_hook(entry)
         cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -63,8 +63,6 @@ class HeatMap(ShownAsTable):
     ) -> None:
         tensor = values if isinstance(values, Tensor) else _as_tensor(values)
         matrix, note = _matrix(tensor)
-        if matrix is None:
-            raise OptionError(f"A heat map takes real numbers in memory, got {type_name(values)}: {note}.")
         for names, count, what in ((rows, len(matrix), "rows"), (columns, matrix.shape[1], "columns")):
             if len(names) not in (0, count):
                 raise OptionError(f"{what}= has {len(names)} names, and the heat map has {count} {what}.")
@@ -83,9 +81,8 @@ class HeatMap(ShownAsTable):
         cells = [[name, *(f"{x:.3g}" for x in row[:_MAX_NAMED])] for name, row in zip(rows, self._matrix, strict=True)]
         foot = [f"… and {len(columns) - _MAX_NAMED} more columns"] if len(columns) > _MAX_NAMED else []
         header = ["", *columns[:_MAX_NAMED]]
-        numbers = f"numbers: {self._range}"
-        heat: ColourScale | Literal[""] = self._scale or ""
-        return Table(header, cells, range(1, len(header)), self._title, [*foot, numbers], most=_MAX_ROWS, heat=heat)
+        foot.append(f"numbers: {self._range}")
+        return Table(header, cells, range(1, len(header)), self._title, foot, most=_MAX_ROWS, heat=self._scale)
 
     def _repr_html_(self) -> str:
         behind_text = any(self._names)
@@ -115,15 +112,12 @@ def _as_tensor(values: Any) -> Tensor:
         raise OptionError(f"A heat map takes numbers in rows, got {type_name(values)} ({error}).") from None
 
 
-def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64] | None, str]:
-    """Return the numbers that are drawn, in two dimensions, and a note which part of ``tensor`` they are.
-
-    For a tensor that cannot be drawn, return None and the reason.
-    """
+def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], str]:
+    """Return the numbers that are drawn, in two dimensions, and a note which part of ``tensor`` they are."""
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     real = tensor.detach() if whole and tensor.layout is torch.strided and not tensor.is_meta else countable(tensor)
     if real is None or not real.numel():
-        return None, "it is empty, complex, sparse, or has no memory"
+        raise OptionError("A heat map takes real numbers in memory; these are empty, complex, sparse, or on meta.")
     with torch.no_grad():
         leading = real.dim() - 2
         flat = real[(0,) * leading] if leading > 0 else real.reshape(1, -1) if leading < 0 else real

@@ -205,7 +205,11 @@ class ChosenTokens:
         entries = self.tokens.by_token(tensor)
         if entries is None or len(self) == len(entries):
             return entries
-        return entries.index_select(0, self._places_on(entries.device))
+        places = self._on.get(entries.device)
+        if places is None:
+            with torch.inference_mode(False):
+                places = self._on[entries.device] = torch.from_numpy(self.places).to(entries.device, non_blocking=True)
+        return entries.index_select(0, places)
 
     def mask(self, tensor: Tensor) -> Tensor | bool | None:
         """Return which numbers of `tensor` belong to the tokens: a mask that broadcasts to it, or a bool.
@@ -222,13 +226,6 @@ class ChosenTokens:
         if self.tokens.width is not None and tensor.dim() >= 2 and len(tensor) == requests:
             return _mask(tensor, np.array(self.rows), requests, tensor.shape[:1])
         return None
-
-    def _places_on(self, device: torch.device) -> Tensor:
-        found = self._on.get(device)
-        if found is None:
-            with torch.inference_mode(False):
-                found = self._on[device] = torch.from_numpy(self.places).to(device, non_blocking=True)
-        return found
 
 
 def _mask(tensor: Tensor, places: npt.NDArray[np.int64], count: int, shape: Sequence[int]) -> Tensor | bool:
