@@ -114,8 +114,8 @@ class Table:
         parts = [line(self.title)]
         if self.header:
             most = min(self.most or _MAX_HTML_ROWS, _MAX_HTML_ROWS)
-            shares = self.shares()
-            body = [self._html_row("td", row, shares[index]) for index, row in enumerate(self.rows[:most])]
+            scales = self._scales()
+            body = [self._html_row("td", row, scales) for row in self.rows[:most]]
             parts += ["<table>", f"<thead>{self._html_row('th', self.header)}</thead>", "<tbody>", *body, "</tbody>"]
             parts.append("</table>")
             hint = " rows; print() shows all" if self.most is None else ""
@@ -125,28 +125,23 @@ class Table:
 
     _repr_html_ = html
 
-    def _html_row(self, tag: str, row: Sequence[str], shares: Sequence[float | None] = ()) -> str:
+    def _html_row(self, tag: str, row: Sequence[str], scales: Sequence[ColourScale | None] = ()) -> str:
         cells = []
         for column, cell in enumerate(row):
-            share = shares[column] if shares else None
+            scale = scales[column] if scales else None
             style = f"text-align: {'right' if column in self.numbers else 'left'}"
-            style += f"; {shade_style(share)}" if share is not None else ""
+            if scale is not None and (number := _number(cell)) is not None:
+                style += f"; {shade_style(scale.share(number))}"
             cells.append(f'<{tag} style="{style}">{escape(cell)}</{tag}>')
         return f"<tr>{''.join(cells)}</tr>"
 
-    def shares(self) -> list[list[float | None]]:
-        """Return how strongly to shade each cell, from -1 to 1, as ``heat`` says; None for a cell without a shade."""
-        if not self.heat:
-            return [[None] * len(row) for row in self.rows]
-        numbers = [
-            [_number(cell) if column in self.numbers else None for column, cell in enumerate(row)] for row in self.rows
-        ]
+    def _scales(self) -> list[ColourScale | None]:
+        """Return by which scale to shade the numbers of each column, as ``heat`` says; None: by none."""
+        if self.heat is None:
+            return []
         one = self.heat if isinstance(self.heat, ColourScale) else None
-        scales = [one or _scale_of(column) for column in zip(*numbers, strict=True)]
-        return [
-            [None if number is None else scale.share(number) for number, scale in zip(row, scales, strict=True)]
-            for row in numbers
-        ]
+        columns = enumerate(zip(*self.rows, strict=True))
+        return [(one or _scale_of(cells)) if column in self.numbers else None for column, cells in columns]
 
 
 def _number(cell: str) -> float | None:
@@ -156,9 +151,9 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _scale_of(numbers: Sequence[float | None]) -> ColourScale:
-    """Return the scale from minus to plus the largest size; if all ``numbers`` are equal, one that shades nothing."""
-    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+def _scale_of(cells: Sequence[str]) -> ColourScale:
+    """Return the scale from minus to plus the largest size; if all numbers are equal, one that shades nothing."""
+    finite = [number for number in map(_number, cells) if number is not None and math.isfinite(number)]
     largest = max(map(abs, finite)) if len(set(finite)) > 1 else math.inf
     return ColourScale(-largest, largest)
 
