@@ -9,13 +9,14 @@ It is read by torch's reader that runs no code, so a new type of value needs an 
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -57,9 +58,9 @@ def write(path: Path, tree: Mapping[str, Any]) -> int:
     savable = to_savable(tree)
 
     def write_draft(draft: Path) -> None:
-        with draft.open("wb") as file:
-            crc = _save(savable, file)
-            file.write(_MARK + _VERSION + crc.to_bytes(4, "little"))
+        with _Summed(io.FileIO(draft, "wb")) as file:
+            _save(savable, file)
+            file.write(_MARK + _VERSION + file.crc.to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
 
@@ -69,17 +70,25 @@ def write(path: Path, tree: Mapping[str, Any]) -> int:
     return path.stat().st_size
 
 
-def _save(savable: Any, file: BinaryIO) -> int:
-    """Write ``savable`` by torch.save; return the checksum of the bytes."""
-    summed: Any = _Summed(file)
+class _Summed(io.BufferedWriter):
+    """A file with the checksum of what was written to it; 1 GB takes about half a second."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+
+def _save(savable: Any, file: io.BufferedWriter) -> None:
+    """Write ``savable`` by torch.save."""
     try:
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch does not read it
-            torch.save(savable, summed)
+            torch.save(savable, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # a full disk: torch says that it is somewhere else in the file
             raise error.__context__ from None
         raise CheckpointError(f"A checkpoint cannot be written: {error}") from error
-    return int(summed.crc)
 
 
 def sync_folder(folder: Path) -> None:
@@ -89,21 +98,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _Summed:
-    """Write to a file, and compute the checksum of what is written; 1 GB takes about half a second."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc = 0
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def read(path: Path, home: Callable[[torch.device], torch.device] = lambda device: device) -> dict[str, Any]:
