@@ -24,9 +24,9 @@ from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import output_tensor, without_padding
-from hookline.observe.watch.engine import Note, StatsEngine, WatchedPlace
+from hookline.observe.watch.engine import StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
-from hookline.observe.watch.pending import limit_of, streams_of
+from hookline.observe.watch.pending import Streams, limit_of
 from hookline.observe.watch.row import BAD, INF, NAN, Layout, as_metrics, table_of
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
@@ -77,7 +77,7 @@ class Copies:
     def __init__(self, engine: StatsEngine, device: torch.device) -> None:
         self._engine = engine
         self._limit = limit_of(device) // _SHARE
-        self._streams = streams_of(device)
+        self._streams = Streams(device)
         self._stream = self._streams.now()
         """The stream that copies and reduces."""
         self._buffers: dict[StreamedModule, Tensor] = {}
@@ -152,7 +152,7 @@ class Copies:
             return
         with self._streams.on(self._stream):
             if list(waiting) != self._launch[0]:
-                notes = [Note(module.watched, buffer) for module, buffer in waiting.items()]
+                notes = [(module.watched, buffer, None) for module, buffer in waiting.items()]
                 launch = self._engine.prepare(notes) or functools.partial(self._engine.take_all, notes)
                 self._launch = list(waiting), launch
             self._launch[1]()

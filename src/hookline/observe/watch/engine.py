@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from hookline.error_policy import error_text, warn_user
 from hookline.messages import type_name
 from hookline.observe.host_values import fetch, unit_axis
 from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
-from hookline.observe.watch.pending import PendingTensors
+from hookline.observe.watch.pending import Note, PendingTensors
 from hookline.observe.watch.row import BAD, factor_of, merge_into, metrics_of, reduce, reduce_on_device, row_of_parts
 from hookline.sites import _torch
 
@@ -207,16 +207,6 @@ class WatchedPlace:
             statistic.kept = None
 
 
-class Note(NamedTuple):
-    """A tensor that was seen at a place."""
-
-    place: Any
-    """A `WatchedPlace`; for a histogram, its `ExponentBins`."""
-    tensor: Tensor
-    scale: Any = None
-    """Divide its numbers by this."""
-
-
 class StatRow:
     """The numbers of one place on one device."""
 
@@ -313,8 +303,6 @@ class DeviceRows:
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 _CPU: Final = torch.device("cpu")
-_Taken: TypeAlias = tuple[WatchedPlace, Tensor, Any]
-"""The fields of a `Note`: place, tensor, scale."""
 _READ_ON_HOST: Final = ("cpu", "mps")
 """Devices whose tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
 
@@ -365,30 +353,31 @@ class StatsEngine:
 
     def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
-        local = self._local(place, tensor)
+        local = self._take_on_host(place, tensor, scale)
         if local is None:
             return
-        if local.device.type in _READ_ON_HOST:
-            self._take_on_host(place, local, scale)
-        elif place.kind in _AT_ONCE or self.kernel(local.device) is None:
-            self._take_notes(local.device, [(place, local, scale)])
-        else:
-            self._pending_on(local.device).take(place, local, scale)
+        device = local.device
+        if place.kind in _AT_ONCE or self.kernel(device) is None:
+            self._take_notes(device, [(place, local, scale)])
+            return
+        pending = self._pending.get(device)
+        if pending is None:
+            made = PendingTensors(partial(self._take_notes, device), device)
+            # By setdefault, which no other thread can interrupt: tensors in a `PendingTensors` that was replaced would
+            # be lost.
+            pending = self._pending.setdefault(device, made)
+        pending.take(place, local, scale)
 
-    def take_all(self, tensors: Iterable[_Taken]) -> None:
+    def take_all(self, tensors: Iterable[Note]) -> None:
         """Add the statistics of several tensors at once, each with its place and scale; those on a GPU in one launch.
 
         One that cannot be read costs neither the run nor the rest.
         """
-        notes: dict[torch.device, list[_Taken]] = {}
+        notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
             try:
-                local = self._local(place, tensor)
-                if local is None:
-                    continue
-                if local.device.type in _READ_ON_HOST:
-                    self._take_on_host(place, local, scale)
-                else:
+                local = self._take_on_host(place, tensor, scale)
+                if local is not None:
                     notes.setdefault(local.device, []).append((place, local, scale))
             except Exception as error:
                 place.give_up(tensor, error)
@@ -402,7 +391,7 @@ class StatsEngine:
         itself, to be read), and a scale.
         """
         by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
-        whole: list[_Taken] = []
+        whole: list[Note] = []
         for place, found, each, scale in items:
             if each == 1:
                 whole.append((place, found[0], scale))
@@ -413,28 +402,28 @@ class StatsEngine:
         for (device, _), some in by_row.items():
             self._take_rows(device, some)
 
-    def _local(self, place: WatchedPlace, tensor: Tensor) -> Tensor | None:
-        """Return the numbers of a tensor; None, and note why, if it has none."""
+    def _take_on_host(self, place: WatchedPlace, tensor: Tensor, scale: Any) -> Tensor | None:
+        """Add a tensor that the CPU reduces; return the numbers of any other, None if that is done or it has none."""
         local = place.numbers_in(tensor)
         if local is None:
             place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
+        elif local.device.type in _READ_ON_HOST:
+            self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
+            if place.beside:
+                self._take_by_unit([(place, local, scale)], None)
+            return None
         return local
-
-    def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
-        self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
-        if place.beside:
-            self._take_by_unit([(place, local, scale)], None)
 
     def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
         """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
 
         None if the kernel does not work there. Each place has to come once.
         """
-        device = notes[0].tensor.device
+        device = notes[0][1].device
         kernel = self.kernel(device)
         if kernel is None:
             return None
-        launch = kernel.prepare([(note.tensor, self.row(note.place, device), None) for note in notes])
+        launch = kernel.prepare([(tensor, self.row(place, device), None) for place, tensor, _ in notes])
 
         def run() -> None:
             if self._kernels[device] is kernel:
@@ -454,16 +443,7 @@ class StatsEngine:
 
     # -- on a GPU ----------------------------------------------------------------------------------------
 
-    def _pending_on(self, device: torch.device) -> PendingTensors:
-        found = self._pending.get(device)
-        if found is None:
-            made = PendingTensors(partial(self._take_notes, device), device)
-            # By setdefault, which no other thread can interrupt: tensors in a `PendingTensors` that was replaced would
-            # be lost.
-            found = self._pending.setdefault(device, made)
-        return found
-
-    def _take_notes(self, device: torch.device, notes: Sequence[_Taken]) -> None:
+    def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         if self.layout.by_unit:
             self._take_by_unit(notes, self.kernel(device))
         kernel = self.kernel(device)
@@ -480,7 +460,7 @@ class StatsEngine:
             except Exception as error:
                 place.give_up(tensor, error)
 
-    def _inputs(self, device: torch.device, notes: Sequence[_Taken]) -> Iterator[KernelInput]:
+    def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows; in the common case without a call of a Python function."""
         for place, tensor, scale in notes:
             row = place.rows.get(device)
@@ -509,9 +489,9 @@ class StatsEngine:
             for row, found, each, scale in items:
                 row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
-    def _take_by_unit(self, notes: Sequence[_Taken], kernel: Kernel | None) -> None:
+    def _take_by_unit(self, notes: Sequence[Note], kernel: Kernel | None) -> None:
         """Add what is kept per unit; a tensor that cannot be read costs neither the run nor the rest."""
-        counted: dict[torch.dtype, list[tuple[_Taken, ExponentInput]]] = {}
+        counted: dict[torch.dtype, list[tuple[Note, ExponentInput]]] = {}
         with torch.no_grad(), self.lock:
             for place, tensor, scale in notes:
                 try:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.pending import streams_of
+from hookline.observe.watch.pending import Streams
 from hookline.observe.watch.row import flat_view
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Kernel:
         spare = [torch.inf] * (self._over - len(layout.thresholds))
         self._thresholds = torch.tensor([*layout.thresholds, *spare], dtype=torch.float64, device=device)
         self._device = device
-        self._stream = streams_of(device).now
+        self._stream = Streams(device).now
         self._slots: dict[int, Tensor] = {}
         """By stream, the memory for partial results: launches on one stream follow each other."""
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}

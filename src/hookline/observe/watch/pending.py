@@ -4,7 +4,7 @@
 their places. It calls them back at the end of a backward pass by itself, and when its owner calls `flush`: after a
 forward, or when numbers are asked for. A ``scale`` is handed on unread (of traces it is the number of a row). Watch
 hooks and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and ``factories.streaming_stats`` use
-`streams_of`, the latter `limit_of` too. A launch for each tensor takes the host longer than many a layer does; a note
+`Streams`, the latter `limit_of` too. A launch for each tensor takes the host longer than many a layer does; a note
 takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held there.
 
 A place is a `WatchedPlace`, or the ``_Place`` of ``debug.compare.recorder``. Both have the attributes ``deferred`` and
@@ -57,8 +57,9 @@ def limit_of(device: torch.device) -> int:
 
 _Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
-_Note: TypeAlias = "tuple[WatchedPlace, Tensor, Any]"
-"""Place, tensor and its scale, as ``engine.Note``: to make an object of a class takes longer than all else here."""
+Note: TypeAlias = "tuple[WatchedPlace, Tensor, Any]"
+"""A tensor that was seen: its place, the tensor, and what its numbers are divided by. A plain tuple, since to make an
+object of a class takes longer than all else here."""
 
 
 class PendingTensors:
@@ -69,11 +70,11 @@ class PendingTensors:
     """
 
     def __init__(
-        self, reduce: Callable[[Sequence[_Note]], None], device: torch.device = _CPU, *, limit: int | None = None
+        self, reduce: Callable[[Sequence[Note]], None], device: torch.device = _CPU, *, limit: int | None = None
     ) -> None:
         self._reduce = reduce
         self._limit = limit_of(device) if limit is None else limit
-        self._streams = streams_of(device)
+        self._streams = Streams(device)
         self._index = -1 if device.index is None else device.index
         self._notes: deque[_Kept] = deque()
         self._bytes = 0
@@ -143,7 +144,7 @@ class PendingTensors:
     def reduce_noted(self) -> None:
         """Reduce all notes."""
         self._bytes = 0
-        by_stream: dict[int, list[_Note]] = {}
+        by_stream: dict[int, list[Note]] = {}
         pop = self._notes.popleft  # one step, which no other thread can divide
         with suppress(IndexError):
             while True:
@@ -220,29 +221,22 @@ def _version_of(scale: Tensor) -> int:
 
 
 class Streams:
-    """The streams of a device, by number; this class is for a device that has none."""
+    """The streams of a device, by number; a device that is no CUDA device has stream 0 alone."""
 
-    now: Callable[[], int] = staticmethod(lambda: 0)
-    """Return the current stream."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.now: Callable[[], int] = lambda: 0
+        """Return the current stream."""
+        if device.type == "cuda":
+            self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Return a block whose work is put on stream ``number``."""
-        return nullcontext()
-
-    def join(self, number: int) -> None:
-        """Make the current stream wait for stream ``number``."""
-
-
-class _CudaStreams(Streams):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
-
-    def on(self, number: int) -> AbstractContextManager[Any]:
         context: Any = torch.cuda.stream
         return nullcontext() if number == self.now() else cast(AbstractContextManager[Any], context(self._of(number)))
 
     def join(self, number: int) -> None:
+        """Make the current stream wait for stream ``number``, which is another one."""
         torch.cuda.current_stream(self._device).wait_stream(self._of(number))
 
     def _of(self, number: int) -> torch.cuda.Stream:
@@ -250,8 +244,3 @@ class _CudaStreams(Streams):
             return torch.cuda.default_stream(self._device)
         other: Any = torch.cuda.ExternalStream
         return cast(torch.cuda.Stream, other(number, self._device))
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device."""
-    return _CudaStreams(device) if device.type == "cuda" else Streams()
