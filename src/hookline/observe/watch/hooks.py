@@ -84,7 +84,8 @@ class OptimizerSteps:
         if not listed:
             raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
         for kind, is_before in (("step_pre", True), ("step_post", False)):
-            hook = _hook_for(weakref.ref(self), is_before)
+            # By a weak reference: a hook on every optimizer must not keep this, a watch and its model alive.
+            hook = functools.partial(_tell, weakref.ref(self), is_before)
             if given is None:
                 self._handles.add(attach_everywhere(hook, on=kind, observe=is_before, name="watch"))
                 continue
@@ -107,17 +108,12 @@ class OptimizerSteps:
         self._handles.remove(quiet=True)
 
 
-def _hook_for(steps: Callable[[], OptimizerSteps | None], is_before: bool) -> Callable[[Optimizer, Any, Any], None]:
-    """Return a hook on optimizers; it does not keep `steps`, and with it a watch and its model, alive."""
-
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = steps()
-        has_closure = any(callable(each) for each in (*args, *kwargs.values()))
-        # Of the hooks before and after the step, the one before tells of it, or, with a closure, the one after.
-        if found is not None and is_before is not has_closure:
-            found.note(optimizer)
-
-    return hook
+def _tell(steps: weakref.ref[OptimizerSteps], is_before: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Tell ``steps``, if they are alive, of a step: by the hook before it, or, with a closure, by the one after it."""
+    found = steps()
+    has_closure = any(callable(each) for each in (*args, *kwargs.values()))
+    if found is not None and is_before is not has_closure:
+        found.note(optimizer)
 
 
 class Steps:
@@ -297,7 +293,7 @@ class ModuleStatsHook(Summary):
         self._kind = kind
         self._is_forward = kind == "forward"
         self._enter = passes.enter_forward if self._is_forward else passes.enter_backward
-        self._scale = _no_scale if self._is_forward else scale
+        self._scale = (lambda: None) if self._is_forward else scale
         self.sites: list[Named] = []
         """The modules by name."""
         self._places: dict[int, WatchedPlace] = {}
@@ -366,10 +362,6 @@ class ModuleStatsHook(Summary):
                         place.give_up(share.of(found)[0], error)
 
         return take
-
-
-def _no_scale() -> None:
-    return None
 
 
 @functools.cache
@@ -508,23 +500,20 @@ class WatchSites:
             return
         self._is_on = on
         if not on:
-            self.remove(quiet=True)
+            self.handles.remove(quiet=True)
             self.handles = HandleSet()
             return
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
-            call = hook.forward if kind == "forward" else hook.backward
+            call: Any = hook.forward if kind == "forward" else hook.backward
+            attachment = new_attachment(call, MODULE_KINDS[kind], AttachOptions(observe=True, name="watch"))
             # In a graph unless statistics per unit, which need the tensor itself, are asked for; or thresholds with
             # scaled gradients, as the scale of the moment is not known in the graph.
             is_scaled = kind == "backward" and self._scaler is not None
             in_graph = not layout.by_unit and not (is_scaled and layout.thresholds)
-            self._attach(call, MODULE_KINDS[kind], hook.sites, hook if in_graph else None)
-
-    def _attach(self, call: Any, kind: Kind, chosen: list[Named], summary: Summary | None = None) -> None:
-        attachment = new_attachment(call, kind, AttachOptions(observe=True, name="watch"))
-        attachment.summary = summary
-        self.handles.add(attach_to_modules(attachment, self._model, chosen))
-        self._passes.counter = next(iter(attachment.counters))
+            attachment.summary = hook if in_graph else None
+            self.handles.add(attach_to_modules(attachment, self._model, hook.sites))
+            self._passes.counter = next(iter(attachment.counters))
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if a graph has found something that is not finite.
@@ -545,7 +534,3 @@ class WatchSites:
     def scale(self) -> Tensor | None:
         """Return the scale of the gradients at this moment."""
         return None if self._scaler is None else _torch.scale_of(self._scaler)
-
-    def remove(self, *, quiet: bool) -> None:
-        """Take everything off; warn, unless ``quiet``, if nothing fired."""
-        self.handles.remove(quiet=quiet)

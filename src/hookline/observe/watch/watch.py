@@ -12,7 +12,6 @@ the report of a run knows the kinds by these names (`report.metric_series.KINDS`
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.engine import WatchedPlace
-
-_layout_of = functools.cache(Layout.of)
 
 
 def watch(
@@ -130,10 +127,9 @@ def watch(
     kinds = checked_kinds(on)
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
-    layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     schedule = StepSchedule.of(every)
     limit = None if budget is None else BudgetedSchedule(schedule, budget)
-    found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler, limit)
+    found = Watch(unwrap(model), Layout.of(stats), schedule, validate_phases(during), scaler, limit)
     found._ranks = RankStats(found._engine, found.model, schedule, replicated)
     try:
         found._sites.choose(target, exclude, kinds, lenient=on is None)
@@ -356,7 +352,7 @@ class Watch(ShownAsTable):
         # That one module of many was never called is in the report; that none was is worth a warning.
         excused = self._passes.in_parts or not self._steps.is_due
         seen = excused or any(report.fired for report in self._sites.handles.report())
-        self._sites.remove(quiet=quiet or seen)
+        self._sites.handles.remove(quiet=quiet or seen)
         self._engine.flush()
         during = self._passes.during
         if during.left_out and not during.counted and not quiet:
