@@ -111,15 +111,6 @@ BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind fo
 """For each statistic that is kept per unit, the class that keeps it."""
 
 
-def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
-    """Return for each place a list of values for each statistic of ``place.beside``; empty if nothing was taken."""
-    found: dict[WatchedPlace, list[list[float]]] = {place: [[] for _ in place.beside] for place in places}
-    kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
-    for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
-        found[place][at] = values
-    return found
-
-
 _AT_ONCE: Final = ("param", "param_grad")
 """Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``."""
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
@@ -265,9 +256,6 @@ class DeviceRows:
         self._bad_order: dict[int, None] = {}
         self._initial = torch.tensor(layout.empty, dtype=torch.float64, device=device)
 
-    def __len__(self) -> int:
-        return self._count
-
     def new_row(self) -> StatRow:
         """Return one more row, empty."""
         block, index = divmod(self._count, _ROWS_IN_BLOCK)
@@ -313,8 +301,8 @@ class StatsSnapshot(NamedTuple):
     places: list[WatchedPlace]
     rows: NDArray[np.float64]
     """One row for each place."""
-    beside: dict[WatchedPlace, list[list[float]]]
-    """What is kept per unit, for each statistic of ``place.beside``."""
+    beside: list[tuple[WatchedPlace, AliveUnits | ExponentBins, list[float]]]
+    """What is kept per unit: place, statistic and numbers, where anything was taken."""
 
 
 class StatsEngine:
@@ -549,16 +537,16 @@ class StatsEngine:
             given = [(index, place.rows[device].number) for index, place in enumerate(places) if device in place.rows]
             index, numbers = np.array(given, dtype=np.int64).reshape(-1, 2).T
             merge_into(rows, index, of_device.read()[numbers], len(self.layout.added))
-        return StatsSnapshot(places, rows, read_by_unit(places) if self.layout.by_unit else {})
+        kept = [(place, one) for place in places for one in place.beside if one.kept is not None]
+        values = fetch(one.kept.double() for _, one in kept)
+        return StatsSnapshot(places, rows, [(*each, found) for each, found in zip(kept, values, strict=True)])
 
     def to_metrics(self, snapshot: StatsSnapshot | None = None) -> dict[str, Any]:
         """Return every statistic, by ``"name/kind/statistic"``."""
         places, rows, beside = snapshot or self.snapshot()
         metrics: dict[str, Any] = dict(metrics_of(rows, self.layout, [place.prefix for place in places]))
-        for place, found in beside.items():
-            for one, values in zip(place.beside, found, strict=True):
-                if values:
-                    metrics[place.prefix + one.name] = one.as_metric(values)
+        for place, one, values in beside:
+            metrics[place.prefix + one.name] = one.as_metric(values)
         return metrics
 
     def state_dict(self) -> list[dict[str, Any]]:

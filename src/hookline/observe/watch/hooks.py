@@ -449,9 +449,8 @@ class WatchSites:
         self._scaler = scaler
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
-        """The hooks on modules."""
+        """The hooks on modules; none while they are off."""
         self.parameters = ParameterReader(engine)
-        self._is_on = False
         self._looks_closer = False
 
     def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool = False) -> list[WatchedPlace]:
@@ -496,9 +495,8 @@ class WatchSites:
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
-        if on is self._is_on:
+        if on is bool(self.handles):
             return
-        self._is_on = on
         if not on:
             self.handles.remove(quiet=True)
             self.handles = HandleSet()
@@ -527,7 +525,7 @@ class WatchSites:
             self._looks_closer = True
             for hook in self._hooks.values():
                 hook.look_closer()
-            if self._is_on:
+            if self.handles:
                 self.switch(False)
                 self.switch(True)
 

@@ -80,16 +80,15 @@ class RankStats:
         added = [snapshot.rows[:, :num_added].reshape(-1)]
         # Firings are not added: one process would have fired once, on the whole batch.
         kept = [np.concatenate([snapshot.rows[:, num_added:], snapshot.rows[:, :1]], axis=1).reshape(-1)]
-        for place, found in snapshot.beside.items():
-            for one, values in zip(place.beside, found, strict=True):
-                label, width = f"{place.label}{_UNITS}{one.name}", len(values)
-                if one.name == AliveUnits.name and width:
-                    # The width is part of the name: ranks whose units differ are found out, and not mixed.
-                    parts.append(NamedPart(f"{label}{_UNITS}{width}", 0, width, shards[place]))
-                    kept.append(np.array(values))
-                elif width:  # of a histogram, which is added up
-                    parts.append(NamedPart(label, width, 0, shards[place]))
-                    added.append(np.array(values))
+        for place, one, values in snapshot.beside:
+            label, width = f"{place.label}{_UNITS}{one.name}", len(values)
+            if one.name == AliveUnits.name:
+                # The width is part of the name: ranks whose units differ are found out, and not mixed.
+                parts.append(NamedPart(f"{label}{_UNITS}{width}", 0, width, shards[place]))
+                kept.append(np.array(values))
+            else:  # of a histogram, which is added up
+                parts.append(NamedPart(label, width, 0, shards[place]))
+                added.append(np.array(values))
         reduced = self._exchange.reduce(parts, np.concatenate(added), np.concatenate(kept))
         if reduced.holdings is not self._checked:
             self._check(reduced.holdings)

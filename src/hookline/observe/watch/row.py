@@ -322,7 +322,7 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
     if not layout.extremes:
         finite_low, finite_high = low, high
     zeros = _zeros(block) if layout.zeros else 0
-    over = [_count_over(block, threshold * unit) for threshold in layout.thresholds]
+    over = [int(np.count_nonzero(np.abs(block.numpy()) > threshold * unit)) for threshold in layout.thresholds]
     return [0, count, total, squares, zeros, nan + inf > 0, nan, inf, *over, -low, high, -finite_low, finite_high]
 
 
@@ -358,10 +358,6 @@ def _moments(block: Tensor, layout: Layout, low: float, high: float) -> tuple[fl
 def _zeros(block: Tensor) -> int:
     count = block.numel()
     return count - int(torch.count_nonzero(block)) if count < _FEW else int(np.count_nonzero(block.numpy() == 0))
-
-
-def _count_over(block: Tensor, threshold: float) -> int:
-    return int(np.count_nonzero(np.abs(block.numpy()) > threshold))
 
 
 def _details(block: Tensor) -> tuple[int, int, float, float]:
