@@ -26,8 +26,6 @@ from hookline.guard.walk import StateChange
 from hookline.messages import listed, suggest
 from hookline.sites import _torch
 
-_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
-
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -50,7 +48,7 @@ def _leave_inference_mode(before: bool) -> None:
     raise RuntimeError("only the block that began it can end it")
 
 
-_SWITCHES: Final[dict[str, _Switch]] = {
+_SWITCHES: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (_torch.default_device, torch.set_default_device),

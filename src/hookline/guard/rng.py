@@ -162,14 +162,9 @@ class hook_rng(kept_rng):
         _HOOKS.run_seed = run_seed()
         self._begin = self._before.streams
         self._repeats: dict[str, int] = {}
-        if _HOOKS.marks:
-            self._seed_where_hooks_drew(_HOOKS.marks)
-
-    def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[int, int]]) -> None:
-        """Seed each stream whose state is one in which hooks of an earlier firing found it and drew from it."""
         for name, state in self._before.streams.items():
-            mark, repeats = marks.get(name, (None, 0))
-            if mark is not None and mark == _digest(state):
+            mark, repeats = _HOOKS.marks.get(name, (None, 0))
+            if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
                 self._repeats[name] = repeats + 1
                 _seed(name, _hashed(name, mark, repeats + 1))
         if self._repeats and not self._undone:
@@ -264,11 +259,7 @@ def set_numpy_state(state: Any) -> None:
     kind = state["bit_generator"]
     if _NUMPY.get_bit_generator().state["bit_generator"] != kind:
         _NUMPY.set_bit_generator(getattr(np.random, kind)())
-    _set_numpy(state)
-
-
-def _set_numpy(state: Any) -> None:
-    if state["bit_generator"] == "MT19937":
+    if kind == "MT19937":
         np.random.set_state(state)
     else:
         _NUMPY.get_bit_generator().state = state
@@ -292,7 +283,7 @@ def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
     if _NUMPY.get_bit_generator() is not stream:
         _NUMPY.set_bit_generator(stream)
     if not stored or type(stream) is not np.random.MT19937:
-        _set_numpy(pickle.loads(state))
+        set_numpy_state(pickle.loads(state))
     else:
         with stream.lock:
             (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = state

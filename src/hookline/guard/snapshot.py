@@ -96,11 +96,9 @@ class CopyPool:
     def take(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for copies of ``pieces``, which are on one device."""
         device = pieces[0].device
-        copies = [free.pop() if (free := self.free[_key(piece)]) else None for piece in pieces]
-        needed = sum(piece.nbytes for piece, copy in zip(pieces, copies, strict=True) if copy is None)
-        home = device if _fits(device, needed) else _CPU
-        pairs = zip(pieces, copies, strict=True)
-        return [self._make(piece, home) if copy is None else copy for piece, copy in pairs]
+        found = [(piece, free.pop() if (free := self.free[_key(piece)]) else None) for piece in pieces]
+        home = device if _fits(device, sum(piece.nbytes for piece, copy in found if copy is None)) else _CPU
+        return [self._make(piece, home) if copy is None else copy for piece, copy in found]
 
     def give(self, pieces: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         """Take back what `take` returned for ``pieces``."""
@@ -371,8 +369,7 @@ class SavedPart:
         suspects.update(self.nodes, self._sparse, self._hooks, self._hooked())
         suspects.update(i for i, node in self._graphs.items() if self.tensors[i].grad_fn is not node)
         changes = self.walk.changes(containers)
-        for index in sorted(written):
-            changes.append(StateChange(self.kinds[index], self.name(index), self.kinds[index] in self.copied))
+        changes += [StateChange(self.kinds[i], self.name(i), self.kinds[i] in self.copied) for i in sorted(written)]
         changes += [StateChange("structure", f"{self.name(index)}.requires_grad") for index in sorted(flags)]
         return Look(changes, containers, sorted(suspects))
 

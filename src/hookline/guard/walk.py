@@ -191,9 +191,7 @@ class RunWalk:
         keys, values = container.keys, container.values
         is_batch, is_loader = self._root == BATCH, self._root.startswith("loader")
         for key, value in zip(range(len(values)) if keys is None else keys, values, strict=True):
-            category = _CATEGORIES.get(type(value))
-            if category is None:
-                category = _category(value)
+            category = _category(value)
             if category == _CONTAINER and not value and not is_tuple:
                 self._empty.append((value, (place, key)))
             elif not category and not (is_batch and _is_record(value)):
