@@ -50,10 +50,6 @@ if TYPE_CHECKING:
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Found, Share
 
-BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
-BY_OPTIMIZER: Final = "the optimizer's step"
-BY_HAND: Final = "watch.step()"
-"""What a step is, in the words of reports. Checkpoints have these texts: another text would change resumed runs."""
 _STATE: Final = ("what", "count", "is_due", "last_look", "_has_begun")
 """The attributes of `Steps` that a checkpoint keeps, by name."""
 
@@ -123,10 +119,15 @@ class Steps:
     forward that counts is a step. Once the user calls ``watch.step()``, that alone ends a step.
     """
 
+    BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
+    BY_OPTIMIZER: Final = "the optimizer's step"
+    BY_HAND: Final = "watch.step()"
+    """What a step is, in the words of reports. Checkpoints have these texts: another text would change resumed runs."""
+
     def __init__(self, begin: Callable[[int], bool]) -> None:
         self._begin = begin
         """Called with each step when it begins; returns whether it is due."""
-        self.restart(BY_FORWARD)
+        self.restart(self.BY_FORWARD)
 
     def restart(self, what: str) -> None:
         """Count from 0: no step has been made, and `what` is one, in words."""
@@ -151,7 +152,7 @@ class Steps:
         Where a forward is a step, they are always on: when it begins, it is too late to put them on. They then do
         nothing at steps that are not due.
         """
-        return self.is_due or self.what == BY_FORWARD
+        return self.is_due or self.what == self.BY_FORWARD
 
     def advance(self) -> None:
         """Count one more step."""
@@ -162,7 +163,7 @@ class Steps:
 
     def begin_forward(self) -> None:
         """Count a forward that begins, where a forward is a step: the step before ends now."""
-        if self.what == BY_FORWARD:
+        if self.what == self.BY_FORWARD:
             if self._has_begun:
                 self.advance()
             self._has_begun = True

@@ -29,16 +29,7 @@ from hookline.error_policy import warn_user
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
-from hookline.observe.watch.hooks import (
-    BY_FORWARD,
-    BY_HAND,
-    BY_OPTIMIZER,
-    OptimizerSteps,
-    Passes,
-    Steps,
-    WatchSites,
-    checked_kinds,
-)
+from hookline.observe.watch.hooks import OptimizerSteps, Passes, Steps, WatchSites, checked_kinds
 from hookline.observe.watch.ranks import RankStats, rank_in_words
 from hookline.observe.watch.row import Layout, table_of
 from hookline.phases import During, phase, validate_phases
@@ -261,14 +252,14 @@ class Watch(ShownAsTable):
         """End a step; call it after the backward pass, before gradients are set to zero."""
         if self._has_given:
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
-        if self._steps.what != BY_HAND:
+        if self._steps.what != Steps.BY_HAND:
             if self._scaler is not None and self._sites.parameters.gradients:
                 raise OptionError(
                     "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
                     "optimizer= to watch(), or leave 'param_grad' out of on=."
                 )
             self._leave_optimizers()
-            self._steps.restart(BY_HAND)
+            self._steps.restart(Steps.BY_HAND)
         self._passes.during.note_step()
         counts = self._steps.is_due and self._passes.counts_now()
         self._sites.parameters.read_step(None, counts=counts)
@@ -279,8 +270,8 @@ class Watch(ShownAsTable):
     def _at_step(self, optimizer: Optimizer) -> None:
         """Read the gradients of an optimizer that makes a step, and count the step."""
         self._passes.during.note_step()
-        if self._steps.what == BY_FORWARD:
-            self._steps.restart(BY_OPTIMIZER)
+        if self._steps.what == Steps.BY_FORWARD:
+            self._steps.restart(Steps.BY_OPTIMIZER)
         counts = self._steps.is_due_for(optimizer) and self._passes.counts_now()
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
         self._sites.parameters.read_step(scale, of=optimizer, counts=counts)
@@ -293,7 +284,7 @@ class Watch(ShownAsTable):
         """Count the steps of the given optimizers, or of any that holds parameters of the model; put the hooks on."""
         self._has_given = optimizer is not None
         self._optimizers = OptimizerSteps(optimizer, self._at_step, self.model)
-        self._steps.restart(BY_OPTIMIZER if self._has_given else BY_FORWARD)
+        self._steps.restart(Steps.BY_OPTIMIZER if self._has_given else Steps.BY_FORWARD)
         self._switch()
 
     def _switch(self) -> None:
@@ -328,7 +319,7 @@ class Watch(ShownAsTable):
         if self.budget is not None and "budget" in state:
             self.budget.load_state_dict(state["budget"])
         self._steps.load_state_dict(state["steps"])
-        if self._steps.what == BY_HAND:
+        if self._steps.what == Steps.BY_HAND:
             self._leave_optimizers()
         self._passes.during.load_state_dict(state["during"])
         self._sites.parameters.at_steps = {self._engine.place(name, "param_grad") for name in state["read_at_steps"]}
