@@ -6,7 +6,7 @@ The heading of each part says who uses it. A private name of torch that another 
 ``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
 
 Some functions count frames above them (`called_by_us`, `backward_hooks_of_call`): one more call between them and torch
-breaks them. `_WIRING` names files of ``sites.gradients``: renaming one of these changes it too.
+breaks them. `_WIRING` is the name of ``sites.gradients``: renaming that changes it too.
 """
 
 from __future__ import annotations
@@ -360,12 +360,12 @@ def called_by_us(depth: int) -> bool:
             frame = frame.f_back
     if frame is not None and frame.f_globals is _OPS:  # an operator that was called as such
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") in _WIRING
+    return frame is not None and frame.f_globals.get("__name__") == _WIRING
 
 
 _OPS: Final = vars(sys.modules[OpOverload.__module__])
-# The wiring calls functions of torch in these two files only: in another one, function hooks would fire for them.
-_WIRING: Final = frozenset(f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients"))
+# The wiring calls functions of torch in this file only: in another one, function hooks would fire for them.
+_WIRING: Final = "hookline.sites.gradients"
 
 
 def in_recomputation() -> bool:

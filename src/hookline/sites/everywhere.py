@@ -24,7 +24,7 @@ from hookline.errors import HooklineWarning, HookReturnError, OptionError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
-from hookline.sites.gradients.call_gradients import CallState
+from hookline.sites.gradients import CallState
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer
 from hookline.sites.kinds import MODULE, OPTIMIZER, STORED, Kind

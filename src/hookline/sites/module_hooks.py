@@ -43,8 +43,7 @@ from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
 from hookline.sites.compiled.trace_hooks import run_post, run_pre
-from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, is_flat, tap_output, thread
-from hookline.sites.gradients.call_gradients import CallState, GradientCall
+from hookline.sites.gradients import USE_INPUT_ONCE, CallState, GradientCall, GradientHooks, is_flat, tap_output
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
@@ -153,7 +152,7 @@ class LastPreSlot(Slot, _torch.Unchanging):
         if not more:  # this slot was replaced by one without keyword arguments: torch looks that up while it fires
             return None
         if module_hooks.observes_outputs:
-            module_hooks.began = thread(), order, _torch.sequence_number()
+            module_hooks.began = threading.get_ident(), order, _torch.sequence_number()
             return None
         return GradientCall(module_hooks, module, order).enter(args, more[0])
 
@@ -224,7 +223,7 @@ class LastForwardSlot(Slot, _torch.Unchanging):
         began, module_hooks.began = module_hooks.began, None
         late = module_hooks.begins_late and began is None
         if late and is_alone:  # so the output is of this call, whenever that began
-            began = thread(), next_order(), 0
+            began = threading.get_ident(), next_order(), 0
         if began is not None and tap_output(module_hooks, began, module, output):
             return None
         state = kwargs if isinstance(kwargs, CallState) else module_hooks.noted

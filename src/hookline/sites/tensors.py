@@ -29,7 +29,7 @@ from hookline.errors import HookSignatureError, OptionError, ScopeError, Unhooka
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
-from hookline.sites.gradients.backward_call import fitting, fitting_all
+from hookline.sites.gradients import fitting, fitting_all
 from hookline.sites.handle import Handle, HookHandle
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, Site
 from hookline.sites.kinds import NODE, TENSOR, Kind

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
-from hookline.sites.gradients.backward_call import GradientHooks, end_of
-from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.gradients import GradientCall, GradientHooks, end_of
 from hookline.sites.hook_at_site import next_order
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.call_gradients import CallState
+    from hookline.sites.gradients import CallState
 
 GRADIENTS: Final = "gradients"
 """The first word in the text of a summary of gradients, by which ``op_runtime`` knows one."""

@@ -28,7 +28,7 @@ from hookline.errors import OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.value_layout import Parts, describe
-from hookline.sites.gradients.backward_call import as_arguments, gradient_places
+from hookline.sites.gradients import as_arguments, gradient_places
 from hookline.sites.hook_at_site import Site
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from hookline.messages import caller_stacklevel, type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.gradients.backward_call import GradientHooks
-from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.gradients import GradientCall, GradientHooks
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, FunctionSite, HookAtSite, HookContainer, next_order
 from hookline.sites.kinds import FUNCTION, Kind
@@ -54,7 +53,7 @@ from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
-    from hookline.sites.gradients.call_gradients import CallState
+    from hookline.sites.gradients import CallState
     from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
 

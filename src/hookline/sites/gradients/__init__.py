@@ -1,1 +1,0 @@
-"""Observe and edit the gradients of one call of a module or function."""
