@@ -19,7 +19,7 @@ on at that moment count, so removal takes effect at once.
 Two calls with the same arguments would be taken for one, so each has a serial number in its graph. It counts from 0 in
 each compilation, so that the compiler's caches find the same graph again.
 
-A new operator is a row of `_SCHEMAS`, a `_define`, and a function `behind` it or `while_tracing`. Graphs on the disk
+A new operator is a `_define` with its schema, and a function `behind` it or `while_tracing`. Graphs on the disk
 know an operator by its name: one that means something else needs another name. ``watch`` and the ready hooks of
 ``factories`` have a `Summary` each; `ModuleHooks` and `plan_of` keep what makes it (`keep_maker`).
 
@@ -105,38 +105,25 @@ def keep_maker(summary: Summary) -> int:
 
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
-_SCHEMAS: Final = {
-    "begin": "(Tensor key, int serial, bool gradients) -> Tensor",
-    "fire": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
-    "count": "(Tensor key, str what) -> ()",
-    "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
-    "sink_all": "(Tensor[] keys, str what, Tensor[] found) -> ()",
-    "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
-    "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
-    "note": "(Tensor key, int serial) -> Tensor",
-    "grads": "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor",
-    "edit": "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor[]",
-}
 
-
-def _define(name: str) -> Any:
+def _define(name: str, schema: str) -> Any:
     # A CUDA graph would record the call once and never make it again.
-    _LIBRARY.define(name + _SCHEMAS[name], tags=(torch.Tag.cudagraph_unsafe,))
+    _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
     op: Any = getattr(torch.ops.hookline, name).default
     torch.fx.node.has_side_effect(op)
     return op
 
 
-BEGIN: Final = _define("begin")
-FIRE: Final = _define("fire")
-COUNT: Final = _define("count")
-SINK: Final = _define("sink")
-SINK_ALL: Final = _define("sink_all")
-ENTER: Final = _define("enter")
-LEAVE: Final = _define("leave")
-NOTE: Final = _define("note")
-GRADS: Final = _define("grads")
-EDIT: Final = _define("edit")
+BEGIN: Final = _define("begin", "(Tensor key, int serial, bool gradients) -> Tensor")
+FIRE: Final = _define("fire", "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()")
+COUNT: Final = _define("count", "(Tensor key, str what) -> ()")
+SINK: Final = _define("sink", "(Tensor key, str what, Tensor[] found, int each) -> ()")
+SINK_ALL: Final = _define("sink_all", "(Tensor[] keys, str what, Tensor[] found) -> ()")
+ENTER: Final = _define("enter", "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]")
+LEAVE: Final = _define("leave", "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]")
+NOTE: Final = _define("note", "(Tensor key, int serial) -> Tensor")
+GRADS: Final = _define("grads", "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor")
+EDIT: Final = _define("edit", "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor[]")
 
 
 def behind(op: Any, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
