@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +69,8 @@ graph_task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Which backward pass is running in this thread; -1 for none (0.1 µs)."""
 
 
-def current_node() -> Any:
-    """Return the graph node whose backward runs in this thread; None outside of a backward pass (checked on 2.13)."""
-    ask = getattr(torch._C, "_current_autograd_node", None)
-    return None if ask is None else ask()
+current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
+"""The graph node whose backward runs in this thread; None outside of a backward pass."""
 
 
 def sequence_number_of(node: Any) -> int:
@@ -85,9 +83,7 @@ def made_since(node: Any, number: int) -> bool:
     return node is not None and number <= node._sequence_nr() < _LEAF_SEQUENCE
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_H = TypeVar("_H", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 Edges: TypeAlias = dict[Any, dict[int, int]]
 """Graph edges to watch for: by the node they lead to, by the number of its output, a number that the caller chooses."""
 
@@ -152,7 +148,7 @@ def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
         getattr(module, name).pop(hook_id, None)
 
 
-def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
+def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _F]) -> _F:
     """Return the one hook of a kind on a tensor that ``node`` made; put it on the first time.
 
     Its key among the tensor's hooks is the kind. torch keeps these with the node, so that it goes when the graph does,
@@ -162,7 +158,7 @@ def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)
-    found: _H | None = hooks.get(kind)
+    found: _F | None = hooks.get(kind)
     if found is None:
         found = hooks[kind] = kind()
     return found
@@ -192,11 +188,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
         or module_py._global_backward_hooks
         or module_py._global_backward_pre_hooks
     )
-
-
-def is_own_output(node: Any, since: int, module: nn.Module) -> bool:
-    """Return whether a node is as young as a call of a module for which torch calls no backward hooks itself."""
-    return made_since(node, since) and not has_backward_hooks(module)
 
 
 def backward_hooks_of_call(depth: int) -> Any:
@@ -244,8 +235,7 @@ def tensor_hooks_of(tensor: Tensor) -> list[Any]:
 def global_hooks() -> Iterator[tuple[str, Any]]:
     """Return the hooks that torch runs for every module of the process: dictionary, callable (torch 2.11 to 2.13)."""
     for attribute in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
-        hooks = getattr(module_py, f"_global_{attribute}", None)
-        for hook in list(hooks.values()) if hooks else ():
+        for hook in list(getattr(module_py, f"_global_{attribute}").values()):
             yield attribute, hook
 
 
@@ -265,7 +255,8 @@ def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
     """Put a hook before or after all others but FSDP2's, outside of which parameters are shards."""
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(hook_id, last=last)
-    for outer in _fsdp_hooks(hooks, "_post_forward" if last else "_pre_forward"):
+    of_fsdp = "FSDPState._post_forward" if last else "FSDPState._pre_forward"
+    for outer in [key for key, hook in hooks.items() if getattr(hook, "__qualname__", "") == of_fsdp]:
         hooks.move_to_end(outer, last=last)
     # Guards of torch 2.11 go by the order in which hooks were inserted, not by the one they are in.
     if _BEFORE_2_13 and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
@@ -275,16 +266,6 @@ def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
 
 
 _BEFORE_2_13: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
-
-
-def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    return [
-        hook_id
-        for hook_id, hook in hooks.items()
-        if type(getattr(hook, "__self__", None)).__name__ == "FSDPState" and hook.__name__ == method
-    ]
 
 
 Shards: TypeAlias = dict[tuple[int, str], Any]
@@ -336,11 +317,9 @@ def running() -> Iterator[nn.Module]:
     The first takes 1.5 µs, of which 1 is reading the frame.
     """
     code = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code is code:
             yield frame.f_locals["self"]
-        frame = frame.f_back
 
 
 def times_running(module: nn.Module) -> int:
@@ -374,14 +353,12 @@ def in_recomputation() -> bool:
     """
     if graph_task_id() == -1:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         name = frame.f_globals.get("__name__")
         if name == "torch.utils.checkpoint":
             return True
         if name == "torch.autograd.graph":
             return False  # a backward pass that a reentrant checkpoint runs, not the forward it repeats
-        frame = frame.f_back
     return False
 
 
@@ -451,9 +428,8 @@ DISPATCH_MODES: Final = ModeStack(
 )
 
 
-def operator_names() -> list[str]:
-    """Return every overload of every operator that the dispatcher knows: "aten::mm", "aten::mm.out", …"""
-    return torch._C._dispatch_get_all_op_names()
+operator_names: Final[Callable[[], list[str]]] = torch._C._dispatch_get_all_op_names
+"""Every overload of every operator that the dispatcher knows: "aten::mm", "aten::mm.out", …"""
 
 
 def operators_of(item: Any) -> list[OpOverload] | None:
@@ -535,7 +511,7 @@ will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 # -- torch.compile while it traces: sites, observe, factories, specs -----------------------------------------------
 
 
-def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def constant_while_tracing(function: _F) -> _F:
     """Decorate a function that the compiler calls while it traces, to take the answer for a constant.
 
     What ``torch.compiler.assume_constant_result`` does, without loading the compiler. The answer holds for as long as
@@ -573,14 +549,12 @@ else:
 
 
 def operators(schema: str) -> Any:
-    """Return a library of ours with one more operator; more can be put into it, and it has to be kept."""
-    library: Any = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(schema)
-    _LIBRARIES.append(library)
-    return library
+    """Return a library of ours with one more operator; more can be put into it."""
+    _LIBRARY.define(schema)
+    return _LIBRARY
 
 
-_LIBRARIES: Final[list[Any]] = []
+_LIBRARY: Final[Any] = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -670,9 +644,8 @@ def lend_pass(switch: str, version: str, ours: Callable[[Any], bool]) -> bool:
 
 
 def records_graphs() -> bool:
-    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); False where it cannot say."""
-    config: Any = sys.modules.get("torch._inductor.config")
-    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
+    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); it calls a pass of ours."""
+    return bool(sys.modules["torch._inductor.config"].triton.cudagraphs)
 
 
 def is_known_to_be_at_most(size: Any, most: int) -> bool:
@@ -726,11 +699,8 @@ def has_numbers(tensor: Tensor) -> bool:
     """Return whether there are numbers in it that last: not if it stands for others in a transform, or is a fake
     one.
     """
-    return not is_wrapped(tensor) and (type(tensor) is Tensor or not _is_stand_in(type(tensor)))
-
-
-def _is_stand_in(cls: type) -> bool:
-    return cls.__module__.startswith("torch._subclasses.")  # FakeTensor, FunctionalTensor
+    # FakeTensor and FunctionalTensor are there.
+    return not is_wrapped(tensor) and not type(tensor).__module__.startswith("torch._subclasses.")
 
 
 def scale_of(scaler: Any) -> Tensor | None:
@@ -773,10 +743,7 @@ def leave_to_python(*functions: Any, below: bool = True) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def untraced_in_place(function: _Function) -> _Function:
+def untraced_in_place(function: _F) -> _F:
     """Decorate what runs as it is, as `untraced` does, without a wrapper around it: that takes 2.5 µs at each call.
 
     The tracer reads the attribute and calls the function from outside of the graph; the code is never compiled by
@@ -836,9 +803,8 @@ def in_compiled_code() -> bool:
 _COMPILERS: Final = ("torch._dynamo.", "torch._functorch.", "torch._inductor.")
 
 
-def compilation() -> object:
-    """Return which compilation is under way in this thread; None for none."""
-    return torch._guards.CompileContext.current_compile_id()
+compilation: Final[Callable[[], object]] = torch._guards.CompileContext.current_compile_id
+"""Which compilation is under way in this thread; None for none."""
 
 
 @constant_while_tracing
@@ -885,20 +851,18 @@ def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
     What guards of compiled code are checked by: 600 tensors in 40 µs, where asking for shapes alone takes 110. It also
     says no if one requires gradients and did not, or a mode such as autocast is on that was not. On 2.11 and 2.13.
     """
-    make: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if make is None or not tensors:
+    if not tensors:
         return None
     try:
+        make: Any = torch._C._dynamo.guards.TensorGuards
         check = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (TypeError, RuntimeError):
         return None
     return lambda: bool(check(*tensors))
 
 
-def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Set the version counters of tensors back; right only where their numbers are those of that time."""
-    if tensors:
-        torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+set_versions: Final[Callable[..., None]] = torch._C._autograd._unsafe_set_version_counter
+"""Set the version counters of tensors back; right only where their numbers are those of that time."""
 
 
 def own_part(tensor: Any) -> Any:
@@ -928,9 +892,8 @@ use_count: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._use_
 """How many refer to the insides: the object itself, graphs that accumulate into it, views of it."""
 
 
-def swap_insides(one: Tensor, other: Tensor) -> None:
-    """Exchange the insides of two tensor objects, whoever refers to them; torch's own verb refuses most of that."""
-    torch._C._swap_tensor_impl(one, other)
+swap_insides: Final[Callable[[Tensor, Tensor], None]] = torch._C._swap_tensor_impl
+"""Exchange the insides of two tensor objects, whoever refers to them; torch's own verb refuses most of that."""
 
 
 def accumulator_of(leaf: Tensor) -> Any:
@@ -956,19 +919,12 @@ def forget_accumulator(leaf: Tensor) -> None:
 
 def allow_accumulator(node: Any) -> None:
     """Take off the hook by which ``swap_tensors`` forbids a backward pass into a leaf, also where it then refused."""
-    handle = node.register_prehook(_nothing)
+    handle = node.register_prehook(lambda grads: None)
     hooks = handle.hooks_dict_ref()
-    for key in [key for key, hook in hooks.items() if _is_ban(hook)]:
-        del hooks[key]
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "__qualname__", "") == "swap_tensors.<locals>.error_pre_hook":
+            del hooks[key]
     handle.remove()
-
-
-def _nothing(grads: Any) -> None:
-    """Change no gradient."""
-
-
-def _is_ban(hook: Any) -> bool:
-    return getattr(hook, "__qualname__", "") == "swap_tensors.<locals>.error_pre_hook"
 
 
 def default_device() -> torch.device | None:

@@ -82,14 +82,12 @@ Names: TypeAlias = tuple[str, ...]
 IndexedTensor: TypeAlias = tuple[int, Tensor]
 """A tensor with its index in ``grad_input`` or ``grad_output``."""
 
-_NOTHING: Final[tuple[Any, ...]] = ()
-
 
 def as_arguments(output: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return an output in the shape of arguments: the items of a tuple or list count like positional ones."""
     if isinstance(output, tuple | list):
         return output, {}
-    return _NOTHING, {"": output}
+    return (), {"": output}
 
 
 def gradient_places(
@@ -394,7 +392,7 @@ def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> 
         if shape is None:
             return False
         node = output.grad_fn
-    if not _torch.is_own_output(node, began[2], module):
+    if not _torch.made_since(node, began[2]) or _torch.has_backward_hooks(module):
         return False
     _torch.only_hook(output, node, Tap).append((call, (module, hooks.gradient_moments()), shape))
     return True
@@ -453,7 +451,8 @@ class GradientHooks(HookContainer):
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
         self.watches_inputs = bool(post)
-        self.observes_outputs = bool(pre) and not post and not any(map(_edits_or_asks, pre))
+        only_observe = not any(_edits(entry) or entry.attachment.context is not None for entry in pre)
+        self.observes_outputs = bool(pre) and not post and only_observe
         self.output_call = None
         self.told = tuple({entry.counter for entry in (*pre, *post) if entry.attachment.wants_site})
 
@@ -464,11 +463,6 @@ class GradientHooks(HookContainer):
 
 def _edits(entry: HookAtSite) -> bool:
     return entry.attachment.order_group is _EDIT
-
-
-def _edits_or_asks(entry: HookAtSite) -> bool:
-    """Return whether a hook edits, or fires for one context alone."""
-    return _edits(entry) or entry.attachment.context is not None
 
 
 def _may_edit(entry: HookAtSite) -> bool:

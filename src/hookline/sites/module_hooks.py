@@ -29,7 +29,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -370,11 +370,8 @@ def _new_key(hooks: ModuleHooks) -> torch.Tensor:
     """Return a key for the hooks of a module; good for as long as these live."""
     number = next(_NUMBERS)
     _BY_KEY[number] = hooks
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT:  # an ordinary tensor
+    with torch.inference_mode(False):  # an ordinary tensor
         return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
-
-
-_NO_CONTEXT: Final = nullcontext()
 
 
 class HookChanges:

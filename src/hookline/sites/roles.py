@@ -13,6 +13,7 @@ For a model with other words, add these to one of the regular expressions below.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Final, TypeAlias
@@ -194,7 +195,8 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
-        self._children: dict[str, list[str]] = {}
+        self.children: defaultdict[str, list[str]] = defaultdict(list)
+        """The names of the children of each module."""
         left_out: set[str] = set()
         for name, module, inner in walk(model):
             above = name.rpartition(".")[0]
@@ -203,32 +205,26 @@ class _Tree:
             elif inner is None and name not in self.modules:
                 self.modules[name] = module
                 if name:
-                    self._children.setdefault(above, []).append(name)
+                    self.children[above].append(name)
                 if _is_adapted(module):
                     left_out.add(name)
         self.holders = [name for name, module in self.modules.items() if _has_matrix(_core(module))]
-        self._below: dict[str, list[str]] = {}
+        self.holders_in: defaultdict[str, list[str]] = defaultdict(list)
+        """The modules with matrices, from each one on down."""
         for holder in self.holders:
             for above in _and_above(holder):
-                self._below.setdefault(above, []).append(holder)
-
-    def children(self, name: str) -> list[str]:
-        """Return the names of the children of a module."""
-        return self._children.get(name, [])
-
-    def holders_in(self, name: str) -> list[str]:
-        """Return the modules with matrices, from ``name`` on down."""
-        return self._below.get(name, [])
+                self.holders_in[above].append(holder)
+        self.lists = [name for name, each in self.modules.items() if isinstance(each, nn.ModuleList | nn.Sequential)]
 
     def inside(self, name: str) -> Iterator[str]:
         """Yield all modules below ``name``, parents first."""
-        for child in self.children(name):
+        for child in self.children[name]:
             yield child
             yield from self.inside(child)
 
     def blocks(self, stack: str) -> list[str]:
         """Return the children of a list that hold matrices; a rank of a pipeline has empty ones too."""
-        return [child for child in self.children(stack) if self.holders_in(child)]
+        return [child for child in self.children[stack] if self.holders_in[child]]
 
     def named(self, names: Iterable[str | None]) -> list[Named]:
         """Return names with their modules, each module once."""
@@ -253,7 +249,7 @@ class _Tree:
     def innermost(self, name: str, holders: list[str]) -> str:
         """Return the smallest module from ``name`` on down that has all of ``holders`` in it."""
         while name not in holders:
-            inner = [child for child in self.children(name) if set(holders) <= set(self.holders_in(child))]
+            inner = [child for child in self.children[name] if set(holders) <= set(self.holders_in[child])]
             if not inner:
                 break
             name = inner[0]
@@ -287,8 +283,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 def _made(module: nn.Module) -> dict[str, Tensor]:
     """Return the own parameters of a module, without those that are lazy and have no shape yet."""
-    own: dict[str, Tensor | None] = dict(module._parameters)
-    return {name: each for name, each in own.items() if each is not None and not is_lazy(each)}
+    return {name: each for name, each in module._parameters.items() if each is not None and not is_lazy(each)}
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
@@ -296,34 +291,31 @@ def _made(module: nn.Module) -> dict[str, Tensor]:
 
 def _stacks(tree: _Tree) -> list[str]:
     """Return the innermost lists whose elements have both attention and an MLP; an encoder-decoder has two."""
-    lists = [name for name, module in tree.modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    found = [name for name in lists if any(all(_attention_and_mlp(tree, block)) for block in tree.blocks(name))]
+    found = [name for name in tree.lists if any(all(_attention_and_mlp(tree, block)) for block in tree.blocks(name))]
     return [name for name in found if not any(other != name and _is_below(other, name) for other in found)]
 
 
 def _blocks_without_attention(tree: _Tree) -> list[str]:
     """Return the elements of the first list whose elements are of one class, and hold several matrices each."""
-    for name, module in tree.modules.items():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
+    for name in tree.lists:
         blocks = tree.blocks(name)
         is_uniform = len({type(tree.modules[block]) for block in blocks}) == 1
-        if is_uniform and all(len(tree.holders_in(block)) > 1 for block in blocks):
+        if is_uniform and all(len(tree.holders_in[block]) > 1 for block in blocks):
             return blocks
     return []
 
 
 def _attention_and_mlp(tree: _Tree, block: str) -> tuple[str | None, str | None]:
     """Return the names of attention and MLP inside one block, None for one that it has not."""
-    mixers = [name for name in tree.inside(block) if tree.holders_in(name) and _mixes_tokens(tree, name)]
+    mixers = [name for name in tree.inside(block) if tree.holders_in[name] and _mixes_tokens(tree, name)]
     attention = next((name for name in mixers if _is_attention(tree, name)), None)
     rest = [
         name
-        for name in tree.holders_in(block)
+        for name in tree.holders_in[block]
         if not any(name == mixer or _is_below(name, mixer) for mixer in mixers) and not tree.is_embedding(name)
     ]
     mlp = _mlp(tree, block, rest) if rest else None
-    return attention and tree.innermost(attention, tree.holders_in(attention)), mlp
+    return attention and tree.innermost(attention, tree.holders_in[attention]), mlp
 
 
 def _is_attention(tree: _Tree, name: str) -> bool:
@@ -348,7 +340,7 @@ def _mlp(tree: _Tree, block: str, holders: list[str]) -> str:
     found = tree.innermost(block, holders)
     if found != block:
         return found
-    called = [child for child in tree.children(block) if _MLP.search(tree.words(child)) and child not in holders]
+    called = [child for child in tree.children[block] if _MLP.search(tree.words(child)) and child not in holders]
     for child in called:
         inner = [name for name in holders if _is_below(name, child)]
         if inner:
@@ -366,7 +358,7 @@ def _router(tree: _Tree, mlp: str | None) -> str | None:
     for name in tree.inside(mlp):
         count = _expert_count(tree, name)
         if count:
-            return next((each for each in tree.holders_in(mlp) if _routes(tree, each, name, count)), None)
+            return next((each for each in tree.holders_in[mlp] if _routes(tree, each, name, count)), None)
     return None
 
 
@@ -411,9 +403,9 @@ def _final_norm(tree: _Tree, stack: str, heads: list[str]) -> str | None:
     for above in _and_above(stack):
         if above == stack:
             continue
-        beside = [name for name in tree.children(above) if name != stack and not _is_below(stack, name)]
-        matrices = [name for each in beside for name in tree.holders_in(each)]
-        norms = [name for name in beside if _NORM.search(tree.words(name)) and not tree.children(name)]
+        beside = [name for name in tree.children[above] if name != stack and not _is_below(stack, name)]
+        matrices = [name for each in beside for name in tree.holders_in[each]]
+        norms = [name for name in beside if _NORM.search(tree.words(name)) and not tree.children[name]]
         found = [name for name in norms if name not in matrices and not _BEFORE_BLOCKS.search(tree.key(name))]
         is_plain = all(name in heads or tree.is_embedding(name) for name in matrices)
         if found and (is_plain or above == stack.rpartition(".")[0]):

@@ -194,8 +194,5 @@ def _calls_on(key: Tensor) -> list[CallState]:
 
     The tensor that is the key in a trace keeps them, so they are gone with the trace.
     """
-    by_thread: dict[int, list[CallState]] | None = getattr(key, _CALLS, None)
-    if by_thread is None:
-        by_thread = {}
-        setattr(key, _CALLS, by_thread)
+    by_thread: dict[int, list[CallState]] = vars(key).setdefault(_CALLS, {})
     return by_thread.setdefault(threading.get_ident(), [])

@@ -106,6 +106,7 @@ def keep_maker(summary: Summary) -> int:
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
 
+
 def _define(name: str, schema: str) -> Any:
     # A CUDA graph would record the call once and never make it again.
     _LIBRARY.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))

@@ -75,9 +75,8 @@ def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
             continue
         entry = hook.steps[place]
         assert entry is not None
-        result = _edit(
-            hook, steps, place, entry, module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,)
-        )
+        given = (args, kwargs) if entry.attachment.options.with_kwargs else (args,)
+        result = _edit(hook, steps, place, entry, module, given)
         if result is not None:
             changed = True
             if entry.attachment.options.with_kwargs:
@@ -101,8 +100,8 @@ def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any)
             continue
         entry = hook.steps[place]
         assert entry is not None
-        more = (args, kwargs, output) if entry.attachment.options.with_kwargs else (args, output)
-        result = _edit(hook, steps, place, entry, module, more)
+        given = (args, kwargs, output) if entry.attachment.options.with_kwargs else (args, output)
+        result = _edit(hook, steps, place, entry, module, given)
         if result is not None:
             output = result
     if plan and torch.is_grad_enabled() and not _torch.exporting():
