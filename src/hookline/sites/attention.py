@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -191,15 +192,9 @@ class AttentionParts:
             pattern = self.pattern(weigh(query, key))
             if self.pattern.is_in_path:
                 z = pattern.to(value.dtype) @ _repeated(value, query)
-        z = self.z(z)
-        return follow(z) if self.attn_out.has_hooks else z
-
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the forward that the module would have by itself, with its attention through the parts."""
-        if self.goes_by_interface:
-            return _own_forward(module, args, kwargs)
-        with _Attending(self):
-            return _own_forward(module, args, kwargs)
+        read: Tensor = self.z(z)
+        # The `FollowHeads` around knows a tensor viewed as itself for what it is to follow, in compiled code too.
+        return read.view_as(read) if self.attn_out.has_hooks else read
 
 
 _KNOWN: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionParts]]] = weakref.WeakKeyDictionary()
@@ -223,15 +218,14 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if parts is None:
         return _own_forward(module, args, kwargs)
     before = parts.calls
-    if parts.attn_out.has_hooks:
-        projection = OutputProjection(type(module).__name__, parts.attn_out)
-        with FollowHeads(projection):
-            output = parts.run(module, args, kwargs)
-        _check_reached(parts, before, module)
+    projection = OutputProjection(type(module).__name__, parts.attn_out) if parts.attn_out.has_hooks else None
+    following = nullcontext() if projection is None else FollowHeads(projection)
+    with following, nullcontext() if parts.goes_by_interface else _Attending(parts):
+        output = _own_forward(module, args, kwargs)
+    if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
+        raise UnhookableError(_BY_ITSELF.format(type(module).__name__))
+    if projection is not None:
         projection.check()
-    else:
-        output = parts.run(module, args, kwargs)
-        _check_reached(parts, before, module)
     return output
 
 
@@ -239,11 +233,6 @@ def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call the ``forward`` that the module would have by itself."""
     own = getattr(module, _OWN, None)
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
-
-
-def _check_reached(parts: AttentionParts, before: int, module: nn.Module) -> None:
-    if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
-        raise UnhookableError(_BY_ITSELF.format(type(module).__name__))
 
 
 # -- scaled_dot_product_attention ----------------------------------------------------------------------------------
@@ -448,14 +437,6 @@ _RESHAPES: Final = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, 
 _PRODUCTS: Final = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
-def follow(z: Tensor) -> Tensor:
-    """Have the `FollowHeads` around follow what the heads read.
-
-    It knows a tensor viewed as itself for this call (`OutputProjection.call`), in compiled code too.
-    """
-    return z.view_as(z)
-
-
 def call_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function that a mode was given."""
     if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
@@ -496,7 +477,7 @@ class OutputProjection:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function; note what becomes of the tensor that is followed."""
-        if func is Tensor.view_as and args[0] is args[1]:  # `follow`
+        if func is Tensor.view_as and args[0] is args[1]:  # at the end of `AttentionParts.attend`
             self._z, self._followed, self._was_seen = args[0], [_Followed(args[0], (0, 1, 2, 3))], False
             return args[0]
         found = [each for each in self._followed if any(each.tensor is given for given in (*args, *kwargs.values()))]
