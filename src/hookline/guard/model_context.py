@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -77,8 +77,7 @@ class ModelDataContext:
         self._shuffled_loader = shuffled_loader
         self._train_step = train_step
         self._device = None if device is None else torch.device(device)
-        self.guard = Guard(model, optimizer, scheduler, scaler, loader=loader) if guard is None else guard
-        """The guard that undoes interventions; made here if none was given."""
+        self._given_guard = guard
         self._checkpoints: dict[str, Snapshot] = {}
         self._token_numbers = count()
 
@@ -99,6 +98,13 @@ class ModelDataContext:
     def batch(self) -> Any:
         """The batch of the step; None at a point that has none."""
         return self._batch
+
+    @cached_property
+    def guard(self) -> Guard:
+        """The guard that undoes interventions; made here if none was given."""
+        if self._given_guard is not None:
+            return self._given_guard
+        return Guard(self._model, self._optimizer, self._scheduler, self._scaler, loader=self._loader)
 
     @property
     def param_groups(self) -> tuple[Mapping[str, Any], ...]:
