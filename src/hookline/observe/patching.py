@@ -271,6 +271,7 @@ class EditIndex:
 
 # -- edits -----------------------------------------------------------------------------------------------------------
 
+_AS_LONG: Final = "Its last dimension has to be as long as that of the activation; those before it may broadcast."
 _BROADCAST: Final = "Give a tensor of that shape, or of one that broadcasts to it."
 _REAL: Final = "Give a real tensor: torch.view_as_real, or .abs()."
 _WHOLE: Final = "Choose a site behind the embedding, or use ablate(), replace() or a function."
@@ -367,12 +368,14 @@ class Edit:
 
     def factor(self, k: float | GivenTensor, part: Tensor, x: Tensor, site: Where) -> float | Tensor:
         """Return a factor that fits the part."""
-        if not isinstance(k, GivenTensor):
-            return k
-        factor = self.converted(k, x, site)
-        if not _broadcasts(factor, part):
-            self.misfit(f"was given a factor of shape {shape_of(factor)}", part, x, site, _BROADCAST)
-        return factor
+        return self.fitted(k, "factor", part, x, site, _BROADCAST) if isinstance(k, GivenTensor) else k
+
+    def fitted(self, given: GivenTensor, noun: str, part: Tensor, x: Tensor, site: Where, remedy: str) -> Tensor:
+        """Return a given tensor as `converted` does; raise unless it broadcasts to the part."""
+        value = self.converted(given, x, site)
+        if not _broadcasts(value, part):
+            self.misfit(f"was given a {noun} of shape {shape_of(value)}", part, x, site, remedy)
+        return value
 
 
 def _broadcasts(value: Tensor, part: Tensor) -> bool:
@@ -481,11 +484,10 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
 
 def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, k: float | GivenTensor) -> Tensor:
     edit.check_real(x, site)
-    vector = edit.converted(given, x, site)
+    vector = edit.fitted(given, "vector", part, x, site, _AS_LONG)
     # A vector of one number would broadcast along the last dimension too, which is not what the user means.
-    if not _broadcasts(vector, part) or vector.shape[-1:] != part.shape[-1:]:
-        remedy = "Its last dimension has to be as long as that of the activation; those before it may broadcast."
-        edit.misfit(f"was given a vector of shape {shape_of(vector)}", part, x, site, remedy)
+    if vector.shape[-1:] != part.shape[-1:]:
+        edit.misfit(f"was given a vector of shape {shape_of(vector)}", part, x, site, _AS_LONG)
     # Not torch.add(part, vector, alpha=k): to the compiler alpha is a constant, and each k needs another graph.
     return part + vector * edit.factor(k, part, x, site)
 
@@ -510,9 +512,7 @@ def replace(tensor: Tensor | float, *, index: IndexLike | None = None, head: Hea
 
 
 def _replaced(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor) -> Tensor:
-    value = edit.converted(given, x, site)
-    if not _broadcasts(value, part):
-        edit.misfit(f"was given a tensor of shape {shape_of(value)}", part, x, site, _BROADCAST)
+    value = edit.fitted(given, "tensor", part, x, site, _BROADCAST)
     return value.expand(part.shape).clone()  # what comes next may change it in place
 
 
@@ -721,8 +721,6 @@ def _check_function(function: Any, target: Any) -> bool:
 
 # -- the verb ------------------------------------------------------------------------------------------------------
 
-_FORWARD: Final = Kind.FORWARD
-
 
 def patch(
     model: nn.Module,
@@ -785,8 +783,8 @@ def patch(
         HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
     """
     check_model(model, edits)
-    kind = _FORWARD if on is None else Kind.parse(on)
-    if kind not in (_FORWARD, _FORWARD_PRE):
+    kind = Kind.FORWARD if on is None else Kind.parse(on)
+    if kind not in (Kind.FORWARD, Kind.FORWARD_PRE):
         raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}.")
     if role is not None or layer is not None:
         edits = _for_role(edits, role, layer)
@@ -797,7 +795,7 @@ def patch(
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
     if scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
-    part, placed, inputs = None if index is None else EditIndex(index), [], kind is not _FORWARD
+    part, placed, inputs = None if index is None else EditIndex(index), [], kind is Kind.FORWARD_PRE
     wanted = {target: as_edit(given, target) for target, given in edits.items()}
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
