@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -360,8 +360,6 @@ class Captured:
 
 # -- recording -------------------------------------------------------------------------------------------------------
 
-_Key: TypeAlias = tuple[str, int, int]
-"""Name, step, and number of the call among those that began with gradients on, as gradient hooks count."""
 NO_NUMBERS: Final = (
     "its calls were inside of a transform (torch.vmap, torch.func.grad) or of torch.export, where tensors have no "
     "numbers of their own that could be kept; run the model outside of it"
@@ -405,8 +403,9 @@ class CaptureRecorder:
     _seen: set[str] = field(default_factory=set)
     """The modules of ``stops_after`` that were called in this forward."""
     _open: _OpenCalls = field(default_factory=_OpenCalls)
-    _awaiting: dict[_Key, CapturedCall] = field(default_factory=dict)
-    """The calls that gradients can come to."""
+    _awaiting: dict[tuple[str, int, int], CapturedCall] = field(default_factory=dict)
+    """The calls that gradients can come to, by name, step, and number among those that began with gradients on, as
+    gradient hooks count."""
 
     @property
     def opens_calls(self) -> bool:
@@ -718,13 +717,11 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         model = self._model()
         known = {**self.reasons, **self._calls}
         if model is not None and isinstance(name, str):
-            try:
+            with suppress(AttributeError):
                 meant = submodule(model, name)
-            except AttributeError:
-                meant = None
-            for other in known if meant is not None else ():
-                if ":" not in other and submodule(model, other) is meant:
-                    return other
+                for other in known:
+                    if ":" not in other and submodule(model, other) is meant:
+                        return other
         near = nearest_names(str(name), known)
         hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
@@ -743,10 +740,6 @@ def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
 
 # -- the verb --------------------------------------------------------------------------------------------------------
 
-_OPTIONS: Final = AttachOptions(observe=True, name="capture")
-_WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
-# The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
-_READS_OUTPUT: Final = HookTraits(wants_site=False, may_edit=False, reads="o")
 _NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -857,21 +850,21 @@ def _stand_in(*args: Any) -> None:
 def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
     """Attach once for each kind of hook; each module gets hooks of its own, with its name."""
 
-    def attach(
-        kind: Kind, hook: Any, options: AttachOptions = _OPTIONS, traits: HookTraits | None = None
-    ) -> Attachment:
+    def attach(kind: Kind, hook: Any, reads: str | None = None) -> Attachment:
+        # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+        options = AttachOptions(observe=True, with_kwargs=kind is Kind.FORWARD_PRE, name="capture")
+        traits = None if reads is None else HookTraits(wants_site=False, may_edit=False, reads=reads)
         attachment = new_attachment(hook, kind, options, traits=traits)
         attachment.context = recorder.scope if kind is not Kind.FORWARD else None  # `end_hook` asks for the scope
         cache.handles[kind] = attach_to_modules(attachment, model, chosen)
         return attachment
 
     if recorder.opens_calls:
-        reads = HookTraits(wants_site=False, may_edit=False, reads="ak" if recorder.takes_inputs else "")
-        for entry in attach(Kind.FORWARD_PRE, _stand_in, _WITH_KWARGS, reads).entries:
+        for entry in attach(Kind.FORWARD_PRE, _stand_in, "ak" if recorder.takes_inputs else "").entries:
             entry.hook = recorder.begin_hook(entry)
     if recorder.takes_grads:
         attach(Kind.BACKWARD_PRE, recorder.take_grads)
-    for entry in attach(Kind.FORWARD, _stand_in, traits=_READS_OUTPUT).entries:
+    for entry in attach(Kind.FORWARD, _stand_in, "o").entries:
         entry.hook = recorder.end_hook(entry)
         cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
 
