@@ -103,7 +103,7 @@ def may_return_value(hook: Hook) -> bool:
     code = _code_of(hook)
     if code is None or _runs_later(code):
         return True
-    steps = tuple(dis.get_instructions(code))
+    steps = _instructions(code)
     for index, (before, step) in enumerate(pairwise(steps)):
         if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
@@ -134,7 +134,7 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
         return letters
     first = 0 if isinstance(hook, FunctionType) else 1  # of a method, self
     names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
-    loaded = {step.argval for step in dis.get_instructions(code) if "LOAD_FAST" in step.opname}
+    loaded = {step.argval for step in _instructions(code) if "LOAD_FAST" in step.opname}
     # One instruction may load two names.
     loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
     used = loaded | set(code.co_cellvars)  # which functions inside it use
@@ -161,6 +161,12 @@ def _code_of(hook: Any) -> CodeType | None:
     if isinstance(hook, MethodType):
         hook = hook.__func__
     return hook.__code__ if isinstance(hook, FunctionType) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """Return the instructions of a function. Kept, since it takes 50 µs, and each attaching of a hook asks twice."""
+    return tuple(dis.get_instructions(code))
 
 
 _GIVE_NONE = {"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "setattr", "update"} | {
