@@ -317,9 +317,11 @@ def running() -> Iterator[nn.Module]:
     The first takes 1.5 µs, of which 1 is reading the frame.
     """
     code = nn.Module._call_impl.__code__
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_code is code:
             yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def times_running(module: nn.Module) -> int:
@@ -353,12 +355,14 @@ def in_recomputation() -> bool:
     """
     if graph_task_id() == -1:
         return False
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         name = frame.f_globals.get("__name__")
         if name == "torch.utils.checkpoint":
             return True
         if name == "torch.autograd.graph":
             return False  # a backward pass that a reentrant checkpoint runs, not the forward it repeats
+        frame = frame.f_back
     return False
 
 
@@ -644,7 +648,7 @@ def lend_pass(switch: str, version: str, ours: Callable[[Any], bool]) -> bool:
 
 
 def records_graphs() -> bool:
-    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); it calls a pass of ours."""
+    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); asked in a pass of it."""
     return bool(sys.modules["torch._inductor.config"].triton.cudagraphs)
 
 
@@ -861,8 +865,9 @@ def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
     return lambda: bool(check(*tensors))
 
 
-set_versions: Final[Callable[..., None]] = torch._C._autograd._unsafe_set_version_counter
-"""Set the version counters of tensors back; right only where their numbers are those of that time."""
+def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Set the version counters of tensors back; right only where their numbers are those of that time."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def own_part(tensor: Any) -> Any:
