@@ -80,3 +80,22 @@ def test_hooks_attached_before_sharding_or_after_find_whole_parameters_and_chang
     assert left[1:] == [2, 0, 2]
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert torch.equal(model(x).pow(2).sum(), losses[1])
+
+
+@on_ranks.case(way=["group", "replicate"])
+def test_parameters_are_whole_where_modules_are_sharded_together_or_replicated(way):
+    """Its hooks on a group of modules, and those of its other verb, are known too."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    seen, mesh = Seen(), dist.init_device_mesh("cpu", (1,))
+    handles = seen.attach(model)
+    if way == "group":
+        fully_shard([model[0], model[1]], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        for layer in model:
+            replicate(layer, mesh=mesh)
+    model(torch.randn(3, 4)).sum().backward()
+    assert seen.sharded <= set(GRADIENT)
+    handles.remove()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 
@@ -109,3 +110,26 @@ def test_site_tells_the_mode_that_the_forward_began_in() -> None:
             model(torch.randn(3, 4))
         model.eval()(torch.randn(3, 4))
     assert told == [(True, True), (True, False), (False, True)]
+
+
+def test_a_module_that_joins_later_is_put_in_order_too():
+    """Its edit runs before a hook that somebody has put first; and one that is registered while a forward begins."""
+    model, seen, x = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), [], torch.ones(1, 2)
+    layer = model[0][0]
+
+    def zero(module, args, output):
+        return output * 0
+
+    handles = hl.HandleSet([hl.attach(model[0], "0", zero)])
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.abs().sum().item()), prepend=True)
+    handles.add(hl.attach(model, "1", lambda *args: None, observe=True))
+    handles.add(hl.attach(model, "0.0", zero))
+    model(x)
+    assert seen == [0.0]
+    late = RemovableHandle(layer._forward_hooks)  # as torch does: it counts the hook, and puts it in its place then
+    model(x)
+    layer._forward_hooks[late.id] = lambda module, args, output: seen.append(output.abs().sum().item())
+    layer._forward_hooks.move_to_end(late.id, last=False)
+    model(x), model(x)
+    assert seen == [0.0] * 6
+    handles.remove()

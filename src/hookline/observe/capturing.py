@@ -306,11 +306,12 @@ class Captured:
     ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
     """
 
+    _why_none: Callable[[str], str]
+    """A method of the cache, and first: so copying or pickling this says what to do instead."""
     name: str
     """The name of the module."""
     calls: tuple[CapturedCall, ...]
     """Its calls, in the order they ended."""
-    _why_none: Callable[[], str]
 
     @property
     def output(self) -> Any:
@@ -342,7 +343,7 @@ class Captured:
         if len(calls) == 1:
             return calls[0]
         if not calls:
-            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none()}.")
+            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none(self.name)}.")
         steps = len({call.step for call in calls})
         forwards = f" in {steps} forwards of the model" if steps > 1 else ""
         raise CaptureError(
@@ -593,7 +594,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             name = self._in_role(name)
         elif name not in self._calls and name not in self.reasons:
             name = self._resolve(name)
-        return Captured(name, tuple(self._calls.get(name, ())), self.reasons.get(name, str))
+        return Captured(self._why_none, name, tuple(self._calls.get(name, ())))
 
     def stack(self, role: str) -> Tensor:
         """Return the main tensors of a role, block by block, as one: (blocks, …); each was captured once.
@@ -711,6 +712,9 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         )
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _why_none(self, name: str) -> str:
+        return self.reasons[name]()
 
     def _resolve(self, name: str) -> str:
         """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""

@@ -117,7 +117,7 @@ def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], str]:
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     real = tensor.detach() if whole and tensor.layout is torch.strided and not tensor.is_meta else countable(tensor)
     if real is None or not real.numel():
-        raise OptionError("A heat map takes real numbers in memory; these are empty, complex, sparse, or on meta.")
+        raise OptionError("A heat map takes real numbers in memory; these are empty, complex or sparse, or have none.")
     with torch.no_grad():
         leading = real.dim() - 2
         flat = real[(0,) * leading] if leading > 0 else real.reshape(1, -1) if leading < 0 else real

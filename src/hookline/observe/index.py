@@ -43,7 +43,7 @@ def parse_index(given: Any, *, new_dimensions: bool = False) -> tuple[Any, ...]:
 
 def _parse_item(item: Any, index: Any) -> Any:
     places = _places(item)
-    if places is not None and (places.dtype in (torch.bool, torch.int64, torch.int32) or not places.numel()):
+    if places is not None and places.dtype in (torch.bool, torch.int64, torch.int32):
         return places if places.dtype == torch.bool else places.long()
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
@@ -62,6 +62,8 @@ def _places(item: Any) -> Tensor | None:
         return item.detach()
     if not isinstance(item, list | np.ndarray | range):
         return None
+    if len(item) == 0:
+        return torch.zeros(0, dtype=torch.int64)
     try:
         return torch.as_tensor(list(item) if isinstance(item, range) else item)
     except (TypeError, ValueError, RuntimeError):

@@ -648,7 +648,7 @@ def lend_pass(switch: str, version: str, ours: Callable[[Any], bool]) -> bool:
 
 
 def records_graphs() -> bool:
-    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); asked in a pass of it."""
+    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); asked while it calls ours."""
     return bool(sys.modules["torch._inductor.config"].triton.cudagraphs)
 
 

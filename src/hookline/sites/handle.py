@@ -1,6 +1,6 @@
 """Define the handles that every attachment returns: they report what it did, and take it off.
 
-The verbs of this folder make a `HookHandle`, those on several sites by `attaching`, and ``attached`` another one for
+The verbs of this folder make a `HookHandle`, most of them by `attaching`, and ``attached`` another one for
 each attachment that it lists; products with several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a
 `HandleSet`. Users call ``remove()`` and ``report()``.
 
@@ -133,7 +133,10 @@ class HookHandle(Handle):
 
 @contextmanager
 def attaching(attachment: Attachment) -> Iterator[HookHandle]:
-    """Hold `LOCK` while an attachment is put on its sites; if one of them refuses, take it off the others."""
+    """Hold `LOCK` while an attachment is put on its sites; if one of them refuses, take it off the others.
+
+    One that is ``everywhere`` is listed in `ON_NO_MODEL`.
+    """
     handle = HookHandle(attachment)
     with LOCK:
         try:

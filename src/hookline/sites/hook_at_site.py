@@ -131,8 +131,9 @@ class ForwardCounter:
         self.stand_in: Callable[[], nn.Module | None] | None = None
         """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
         self._counter = itertools.count()
-        self._registered = -1
-        """How many hooks had been registered with torch, of any kind, when the newest forward began."""
+        self._registered = -1, -1
+        """How many hooks had been registered with torch, of any kind, when the last two forwards began: torch counts a
+        hook before it is in its place."""
         self.here = _ThreadForward()
         """The forward of this thread; ``watch`` reads it here, since `moment` would count a call."""
 
@@ -154,10 +155,11 @@ class ForwardCounter:
         current.order = next_order()
         current.training = self.training_now()
         current.gradients = torch.is_grad_enabled() if gradients is None else gradients
-        if self._registered != RemovableHandle.next_id:  # hooks of others may have come; to look takes 1 µs a module
-            self._registered = RemovableHandle.next_id
+        registered = RemovableHandle.next_id
+        if self._registered != (registered, registered):  # hooks of others may have come; to look takes 1 µs a module
             for hooks in tuple(self.hooked):
                 hooks.keep_places()
+            self._registered = self._registered[1], registered
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():

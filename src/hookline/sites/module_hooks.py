@@ -609,6 +609,7 @@ class ModuleHooks(GradientHooks):
         place = bisect_right(hooks, entry.rank, key=lambda other: other.rank) if hooks else 0
         self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
         self._sync(kind)
+        self.keep_places()
         entry.counter.hooked.add(self)
 
     def discard(self, entry: HookAtSite) -> None:

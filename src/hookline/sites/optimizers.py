@@ -139,7 +139,9 @@ class _OptimizerHooks(HookContainer):
         due = [entry for entry in self.entries if entry.attachment.kind is kind]
         for entry in sorted(due, key=lambda entry: entry.rank):
             entry.count()
-            site = OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
+            site = None
+            if entry.attachment.wants_site:
+                site = OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
             result = entry.call(optimizer, values, site)
             if result is not None and not entry.attachment.options.observe:
                 values = _edited(values, result, optimizer, entry)

@@ -104,12 +104,12 @@ def may_return_value(hook: Hook) -> bool:
     if code is None or _runs_later(code):
         return True
     steps = _instructions(code)
-    for index, (before, step) in enumerate(pairwise(steps)):
+    for index, (before, step) in enumerate(pairwise(steps), 1):
         if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
         gives_none = before.opname == "LOAD_CONST" and before.argval is None and not step.is_jump_target
         if step.opname == "RETURN_VALUE" and not gives_none:
-            return not (code.co_name == "<lambda>" and _called_last(steps[: index + 1]) in _GIVE_NONE)
+            return not (code.co_name == "<lambda>" and _called_last(steps[:index]) in _GIVE_NONE)
     return False
 
 

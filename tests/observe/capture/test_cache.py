@@ -57,3 +57,6 @@ def test_a_cache_is_not_copied(way):
             way(cache)
         model(X)
     assert cache.names == ("a",)
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(hl.errors.CaptureError, match=r"torch\.save"):
+            copies(cache["a"])

@@ -450,8 +450,9 @@ class WatchSites:
         self._scaler = scaler
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
-        """The hooks on modules; none while they are off."""
+        """The hooks on modules."""
         self.parameters = ParameterReader(engine)
+        self._is_on = False
         self._looks_closer = False
 
     def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool = False) -> list[WatchedPlace]:
@@ -496,8 +497,9 @@ class WatchSites:
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
-        if on is bool(self.handles):
+        if on is self._is_on:
             return
+        self._is_on = on
         if not on:
             self.handles.remove(quiet=True)
             self.handles = HandleSet()

@@ -122,6 +122,7 @@ class StepAlarm(ShownAsTable):
         self._steps = 0
         self._removed = False
         self._handles = HandleSet()
+        self._by_optimizer = optimizer is not None
         if optimizer is not None:
             self._handles.add(attach_optimizer(optimizer, self._end_step, on="step_post", name="alarm"))
 
@@ -131,7 +132,7 @@ class StepAlarm(ShownAsTable):
 
     def step(self) -> None:
         """End a step; only where no optimizer was given."""
-        if len(self._handles):
+        if self._by_optimizer:
             raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
         self._end_step()
 
@@ -151,9 +152,10 @@ class StepAlarm(ShownAsTable):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was found stays."""
-        self._removed = True
-        self._handles.remove(quiet=True)
-        self._listener.remove(quiet=quiet)
+        if not self._removed:
+            self._removed = True
+            self._handles.remove(quiet=True)
+            self._listener.remove(quiet=quiet)
 
     def __enter__(self) -> Self:
         return self

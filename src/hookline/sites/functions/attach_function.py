@@ -18,8 +18,8 @@ What must stay so:
   modes that are there, and are taken out from among them; a mode that is not ours is never taken off.
 - Functions that hookline itself calls for the gradients have no hooks: ``_torch.called_by_us(2)`` looks two frames up
   for the code that called the function. So it has to be called straight from ``__torch_function__`` or
-  ``__torch_dispatch__``, and no decorator may come between these and torch. It knows the files in ``_torch._WIRING``
-  alone: what this file calls itself would fire hooks.
+  ``__torch_dispatch__``, and no decorator may come between these and torch. It knows ``sites.gradients`` alone: what
+  this file calls itself would fire hooks.
 """
 
 from __future__ import annotations
