@@ -1,4 +1,6 @@
-"""Edits for `hookline.patch`: what becomes of an activation.
+"""The public names of the edits for `hookline.patch`: what becomes of an activation.
+
+They are written in ``observe/patching.py``, which says what a new one needs; it is listed here twice.
 
 Recipe::
 

@@ -6,7 +6,8 @@ compiled code, ``observe`` and ``debug`` to find tensors, ``training`` and ``lif
 
 What must not change: the compiler traces `leaves`, `inside`, `children`, `put_in` and `twin_of` (``sites.compiled``,
 ``patch``), so these do only what it can trace. Paths (``"b.0"``) name tensors in caches and traces on disk, and are the
-same for `leaves` and `map_tensors`. A new kind of container is a branch in `children` and one in `twin_of`.
+same for `leaves` and `map_tensors`. A new kind of container is a branch in `children` and one in `twin_of`; look too
+at `replace`, `rebuilt` and `to_builtins`, and at ``sites.compiled.value_layout``, which ask for types.
 
     >>> import torch
     >>> [path for path, _ in leaves({"a": torch.ones(1), "b": (torch.ones(1), 3)})]

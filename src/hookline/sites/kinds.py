@@ -6,8 +6,9 @@ the same kind means the same moment on a module and on a function, with other ar
 
 The values are public: users write them, also in files of specs. Those of optimizers are parts of names of torch as
 well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here with its
-arguments in a `SiteType`; on modules also a row of ``module_hooks._KIND_ROWS``. A new type of site is a `SiteType`, a
-file beside ``tensors``, and a ``Place`` of tests/helpers_sites.py.
+arguments in a `SiteType`, in the sets at the end of this file where it belongs, and on modules, if it is not about
+calls, a row of ``module_hooks._KIND_ROWS``. A new type of site is a `SiteType` in `SITE_TYPES`, a file beside
+``tensors``, and a ``Place`` of tests/helpers_sites.py.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>
@@ -40,7 +41,8 @@ class Kind(StrEnum):
         └─ on to the producer of the input
 
     A function (``attach_function``) has the same four kinds, with ``(fn, inputs)``, ``(fn, inputs, outputs)``,
-    ``(fn, grad_outputs)`` and ``(fn, grad_inputs, grad_outputs)``; what is said below is for modules.
+    ``(fn, grad_outputs)`` and ``(fn, grad_inputs, grad_outputs)``; what follows is told
+    for modules where they have the kind too.
     """
 
     FORWARD_PRE = "forward_pre"
@@ -110,7 +112,7 @@ class Kind(StrEnum):
 
     @property
     def is_call(self) -> bool:
-        """Return whether it is about the calls of a module: its forward, or what becomes of it in the backward."""
+        """Return whether we fire it at the calls of a module or in their backward; not so ``full_backward``."""
         return self in CALL_KINDS
 
     @property

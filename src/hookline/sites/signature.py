@@ -1,12 +1,14 @@
 """Check a hook when it is attached, so that a misfit never surfaces in the middle of a run.
 
-``attach.new_attachment`` calls `examine_hook` for every verb; ``specs``, ``engines.live_hooks``, ``tensors`` and
-``runs.build`` call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their
-own hooks down as constants.
+``attach.new_attachment`` calls `examine_hook` for every verb; ``specs``, ``engines.live_hooks`` and ``runs.build``
+call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their own hooks.
 
-Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next, so
-where it cannot tell, the answer has to be the safe one: the hook may return a value, changes tensors in place, and
-reads all. The letters of `HookTraits.reads` are read by ``compiled.trace_hooks``: change both together.
+Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next. Where
+there is no code to read, the answer is the safe one: the hook may return a value, changes tensors in place, and reads
+all. Two answers are guesses by name: `changes_in_place` sees methods like ``mul_``, but no ``x += 1`` and no helper
+(compiled code raises where such a change would be lost); `_GIVE_NONE` takes any ``append`` for one that returns
+nothing. The letters of `HookTraits.reads` are read by ``compiled.trace_hooks``, and written by ``capture``, ``patch``
+and `Attachment.reads` as well: change all together.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ def _runs_later(code: CodeType | None) -> bool:
 def _code_of(hook: Any) -> CodeType | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    while getattr(hook, "__code__", None) is _torch.IN_MODE:
+    while getattr(hook, "__code__", None) is _torch.IN_MODE:  # in @torch.no_grad(): look at what that wraps
         hook = hook.__wrapped__
     if not isinstance(hook, FunctionType | MethodType):
         hook = inspect.getattr_static(type(hook), "__call__", None)

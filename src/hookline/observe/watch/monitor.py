@@ -6,7 +6,8 @@
 step. A `RowPart` says which of its bad places was the first, as far as that is known.
 
 `StepMonitor` uses private parts of `Watch` (``_sites``, ``_switch``, ``_engine``, ``_passes``): change them together.
-What belongs to one listener is kept in its `StepListener`, so that one does not change what another one sees.
+What belongs to one listener is kept in its `StepListener`, so that one does not change what another one sees. Only
+`label`, the name of the batch, is shared: ``StepAlarm.note_batch`` sets it for all.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class FirstCalls(NamedTuple):
     """Places by their first bad call."""
 
     places: list[PlaceRow]
-    """The first first."""
+    """In order: the one that went bad first comes first."""
     num_candidates: int
     """How many of them, from the beginning of the list, may have been the first; 1 where the order is known."""
 
@@ -109,7 +110,7 @@ class RowPart:
     ordered_rows: dict[torch.device, int]
     """How many rows are numbered in the order of calls: those of the first step. A later one may be called anywhere."""
     label: Any
-    """What was said of its forward."""
+    """The name of its batch, if one was given when its forward began."""
     events: list[Any]
     """What tells that the rows have arrived on the host."""
 
@@ -255,7 +256,7 @@ class StepMonitor:
 
     def __init__(self, model: nn.Module) -> None:
         self.label: Any = None
-        """What is said of the forwards that follow."""
+        """The name of the batch of the forwards that follow."""
         self._watch = nothing_watched(model)
         self._listeners: list[StepListener] = []
         self._begun: list[Any] = []

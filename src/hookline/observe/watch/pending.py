@@ -1,14 +1,15 @@
 """Hold tensors that were seen on a GPU, and have many of them reduced at once.
 
 `StatsEngine` and `DeviceFingerprints` (of traces) make one `PendingTensors` for each device and give it tensors with
-their places. It calls them back at the end of a backward pass by itself, and when its owner calls `flush`: after a
-forward, or when numbers are asked for. A ``scale`` is handed on unread (of traces it is the number of a row). Watch
-hooks and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and ``factories.streaming_stats`` use
-`Streams`, the latter `limit_of` too. A launch for each tensor takes the host longer than many a layer does; a note
-takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held there.
+their places. It calls them back by itself at the end of a backward pass and when it holds too many bytes, and when its
+owner calls `flush`: after a forward, or when numbers are asked for. A ``scale`` is handed on unread (of traces it is
+the number of a row). Watch hooks and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and
+``factories.streaming_stats`` use `Streams`, the latter `limit_of` too. A launch for each tensor takes the host longer
+than many a layer does; a note takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held
+there.
 
-A place is a `WatchedPlace`, or the ``_Place`` of ``debug.compare.recorder``. Both have the attributes ``deferred`` and
-``silent``, which are set here.
+A place is a `WatchedPlace`, or the ``_Place`` of ``debug.compare.recorder``. Both have the attributes ``deferred``,
+which is set here alone, and ``silent``.
 
 A tensor may be changed in place before it is reduced, and then its numbers would be wrong. So the first tensor of a
 place is reduced at once, and its version is compared later. Where it was changed, tensors are always reduced at once.

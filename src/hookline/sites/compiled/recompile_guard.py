@@ -14,7 +14,8 @@ Where somebody else has replaced a module's ``forward``, another function that d
 
 A bound ``forward`` that went into a copy would compute with the parameters of the original. So a module that has one
 also has, of its own, the two methods by which it is copied: they leave out what is bound to it. Whatever else is put
-into the ``__dict__`` of a module here has to be left out of copies in the same way (`_BOUND`, `_unbound`).
+into the ``__dict__`` of a module here has to be left out of copies in the same way (`_BOUND`, `_unbound`, and for
+``nn.DataParallel`` `_replica`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _FORWARD: Final = "forward"
 _STATE: Final = "__getstate__"
 _REPLICATE: Final = "_replicate_for_data_parallel"
 _BOUND: Final = (_FORWARD, _STATE, _REPLICATE, _torch.CALL_IMPL)
+"""What copies leave out; ``module_hooks`` puts its `CallGuard` at ``CALL_IMPL``, and takes it away."""
 OWN_FORWARD: Final = "_hookline_own_forward"
-"""The attribute with the ``forward`` that somebody else had given a module before it got one of ours in its place."""
+"""Set by ``attention`` where it has bound a ``forward``: the one that somebody else had given the module, or None.
+While it is there, `set_own_forward` takes away no more than a stand-in of ours."""
 _STANDS_FOR: Final = "hookline_stands_for"
 """The attribute of a stand-in with the ``forward`` of somebody else that it calls."""
 
@@ -72,7 +75,7 @@ def hide_from_copies(module: nn.Module) -> None:
 
 
 def unbind_forward(module: nn.Module) -> None:
-    """Take it away."""
+    """Take our ``forward`` away, and the two methods for copies."""
     for name in (_FORWARD, _STATE, _REPLICATE):
         module.__dict__.pop(name, None)
 
@@ -112,7 +115,7 @@ def is_forward_replaced(module: nn.Module) -> bool:
 
 
 def stands_for(own: Any) -> Any:
-    """Return the ``forward`` that another of ours stands in for; one that is no stand-in, itself."""
+    """Return the ``forward`` behind a stand-in of ours; what is no stand-in is returned as it is."""
     return getattr(own, _STANDS_FOR, own)
 
 
