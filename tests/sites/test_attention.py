@@ -241,6 +241,13 @@ class ByHand(Attention):
         return self.out((q @ k.mT).softmax(-1) @ v)
 
 
+class Viewed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        z = scaled_dot_product_attention(q, k, v.view_as(other=v), is_causal=True)
+        return self.out(z.transpose(1, 2).flatten(2)).view_as(other=x)
+
+
 class Rotated(Attention):
     shared = nn.Identity()
 
@@ -286,9 +293,10 @@ def test_a_model_of_ones_own(ids: Tensor) -> None:
     handle.remove(quiet=True)
 
 
-def test_what_a_head_adds_can_be_edited_and_has_gradients(ids: Tensor) -> None:
+@pytest.mark.parametrize("attention", [Attention, Viewed])
+def test_what_a_head_adds_can_be_edited_and_has_gradients(attention: Any, ids: Tensor) -> None:
     """Without a head as without what it reads; the gradient of each head is that of the sum."""
-    model = Own()
+    model = Own(attention)
     for head in range(2):
         with hl.patch(model, hl.edits.ablate(head=head), role="attn_out"):
             without = model(ids)

@@ -477,7 +477,7 @@ class OutputProjection:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function; note what becomes of the tensor that is followed."""
-        if func is Tensor.view_as and args[0] is args[1]:  # at the end of `AttentionParts.attend`
+        if func is Tensor.view_as and args[1:] and args[0] is args[1]:  # at the end of `AttentionParts.attend`
             self._z, self._followed, self._was_seen = args[0], [_Followed(args[0], (0, 1, 2, 3))], False
             return args[0]
         found = [each for each in self._followed if any(each.tensor is given for given in (*args, *kwargs.values()))]
