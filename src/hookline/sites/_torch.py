@@ -1,9 +1,10 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-The heading of each part says who uses it. A private name of torch that another file needs goes here, with a test in
-``tests/sites/test_torch_*.py`` that fails when a version of torch changes it. Checked on torch 2.11 and
-2.13, where nothing else is said. Used where they are needed, and not wrapped here, are four old attributes:
-``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
+The heading of each part says who uses it. A private name of torch that another file needs goes here (of
+``torch.distributed``: ``distributed._torch_distributed``), with a test in ``tests/sites/test_torch_*.py`` that fails
+when a version of torch changes it. Checked on torch 2.11 and 2.13, where nothing else is said. Used where they are
+needed, and not wrapped here, are old attributes such as ``Tensor._base`` and ``_version``, ``Module._modules`` and
+``_parameters``, and the hook dictionaries of ``Module``.
 
 Some functions count frames above them (`called_by_us`, `backward_hooks_of_call`): one more call between them and torch
 breaks them. `_WIRING` is the name of ``sites.gradients``: renaming that changes it too.
@@ -173,7 +174,7 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
             yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
 
-# -- the call that is under way, and hooks there: sites, observe, debug.diagnose ----------------------------------
+# -- the call that is under way, and hooks there: sites, observe, debug.diagnose; tensor_hooks_of: metta too -------
 
 IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 """The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
@@ -345,7 +346,7 @@ def called_by_us(depth: int) -> bool:
 
 
 _OPS: Final = vars(sys.modules[OpOverload.__module__])
-# The wiring calls functions of torch in this file only: in another one, function hooks would fire for them.
+# The wiring calls functions of torch in that file itself: in another one, this one too, function hooks would fire.
 _WIRING: Final = "hookline.sites.gradients"
 
 
@@ -663,7 +664,7 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
-# -- tensors, transforms, streams, scalers: sites.compiled and the rooms that read numbers -------------------------
+# -- tensors, transforms, streams, scalers: sites.compiled, and the packages that read numbers ---------------------
 
 
 @constant_while_tracing

@@ -16,7 +16,8 @@ hook may edit one of these, or asks for its gradient, it takes the function's pl
 and attention has no dropout there.
 
 The compiler traces all that runs in a call. A new part is a name in `PARTS`, an attribute in `AttentionParts.__init__`
-(in the same order) and a call in `AttentionParts.attend`.
+(in the same order), a call in `AttentionParts.attend`, and for vLLM one in `_forward_by_token`, which does not go by
+``attend``, or a refusal in `AttentionParts.set_hooked`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ So a compiled call reports the same gradients, in the same order, as an eager on
 `ModuleHooks` asks `plan_of`; ``trace_hooks`` puts ``enter`` and ``leave`` into the graph, with that plan as a text: it
 is part of the graph, and the compiler's caches must not mix two plans up. ``op_runtime`` runs the operators that are
 put into the backward here: it reads their texts by `What`, that of a sink by ``_number_in``. ``trace_hooks`` writes the
-three fields that ``_enter`` and ``_leave`` read: flags, places, names. Change both ends together.
+three fields that ``_enter`` and ``_leave`` read: plan, places, names. Change both ends together.
 
 All here runs on fake tensors, without a module: it must read no values. `GradientCall` and `BackwardCall` know of the
 hooks only what `_TracedHooks` has from the plan. An attribute of the hooks that they read and the plan lacks has the

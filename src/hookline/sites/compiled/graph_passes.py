@@ -5,7 +5,7 @@ then calls `_arrange_joint` with the graph of forward and backward, before it di
 either side afterwards.
 
 The passes may move and join our own operators and must leave the results of all others as they are. They read the
-arguments of ``sink`` by position (2: the tensors found, 3: ``each``, see `op_schemas.Found`) and write the text of
+arguments of ``sink`` by position (key, text, the tensors found, ``each``, see `op_schemas.Found`) and write the text of
 ``sink_all`` by `op_schemas.line_of`, which ``op_runtime`` reads. Raise `_VERSION` with any change of what they do.
 
 Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of

@@ -1,7 +1,7 @@
 """Run the hooks that are on when a compiled graph comes to one of our operators.
 
-The operators of ``op_schemas`` call these functions, which find the `ModuleHooks` by its key and run its entries.
-Nobody else calls them: ``attach`` imports the file so that they are there.
+The operators of ``op_schemas``, but for ``enter`` and ``leave`` (``compiled_gradients``), call these functions, which
+find the `ModuleHooks` by its key and run its entries. Nobody else does: ``attach`` imports the file to have them there.
 
 The texts that come with the operators are written while the compiler traces: by ``trace_hooks`` (`_Shown` reads its six
 fields), ``compiled_gradients`` (`What`, `_number_in`) and ``graph_passes`` (`op_schemas.read_line`). Change both ends

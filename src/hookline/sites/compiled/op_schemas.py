@@ -9,8 +9,8 @@ on at that moment count, so removal takes effect at once.
 ``fire``   observers of a forward: the structure as a text (``value_layout``), tensors and numbers beside it
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
-``sink_all``  many of them in one call (``graph_passes`` puts it in): on an H200 each ``sink`` takes 95 µs of the host,
-           next to a launch of 9 µs
+``sink_all``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs.
+           ``graph_passes`` puts it in, and reads the arguments of both by position: change their schemas with it
 ``enter``, ``leave``  watch the gradients of one call (``compiled_gradients``); gone from the graph once it is traced
 ``note``   notes, in the forward, which call this is; its result goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,

@@ -2,7 +2,8 @@
 
 The slots of a module (``module_hooks``) call `run_pre` and `run_post`. Everything in there is traced, so it reads as
 little as possible: each attribute it reads becomes a guard. The ``recipe`` of a slot says what is to happen. It has
-five fields between "/", which ``module_hooks._compiled_steps`` writes: change both together.
+five fields between "/", which ``module_hooks._compiled_steps`` writes; ``ModuleHooks.slot_for`` finds a slot by the
+first: change all together.
 
 1. a letter for each step, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a hook
    that edits, whose own code becomes part of the graph, "s" for one that receives a summary, which the graph makes;

@@ -3,7 +3,8 @@
 `describe` runs while the compiler traces, called by ``trace_hooks``: it takes arguments or an output apart with nothing
 but what can be traced. `rebuild` runs when the compiled graph does, called by ``op_runtime``, and puts the same
 structure together around the tensors of that run. What one writes, the other reads: a new kind of value is a letter in
-`describe` and in `_made`. ``op_runtime._ONLY_OUTPUT`` is one such text, written out.
+`describe` and in `_made`, or, if it differs from run to run, in `describe` and in ``streams`` of `rebuild`, with a list
+of `Parts` and an argument of ``op_schemas.FIRE``. ``op_runtime._ONLY_OUTPUT`` is one such text, written out.
 
 The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
 with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an

@@ -4,8 +4,9 @@
 `Place` objects back. torch's own table of names does not help: ``torch.overrides.resolve_name(torch.mm)`` is
 "torch.spmm", and a function has one name there.
 
-The first name of a function is the one that reports and `FunctionSite.name` show, so users compare with it. A new
-namespace of torch is a row of `_NAMESPACES`, behind those whose names are to win.
+The first name of a function is the one that reports and `FunctionSite.name` show, so users compare with it: the one
+with the shortest last part, among these that of the first namespace. A new namespace of torch is a row of
+`_NAMESPACES`, behind those whose names are to win.
 
     >>> [place.name for place in find_places("torch.nn.functional.*softmax")][:2]
     ['torch.nn.functional.gumbel_softmax', 'torch.nn.functional.log_softmax']
@@ -65,7 +66,7 @@ _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.functional", torch.functional),
     ("torch.Tensor", torch.Tensor),
 )
-"""Where names are looked for; the first one that has a function names it."""
+"""Where names are looked for; the first one that has a function names it, if its name is not longer than others."""
 _SHOWN_AS: Final = {
     **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "neg", "abs", "ne", "lt", "le", "gt", "ge")},
     **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul")},
