@@ -1,8 +1,9 @@
 """Import the public names of a package when they are first used.
 
 The ``__init__.py`` of each public package calls `lazy_names`. The stub beside it (``__init__.pyi``) is the one list of
-names; type checkers and editors read it too. A new public name is one line there, ``from HOME import NAME as NAME``:
-lines of any other form are passed over. ``import hookline`` must not import torch, nor anything else that takes time.
+names; type checkers and editors read it too. A new public name is one line there, ``from HOME import NAME as NAME``
+(lines of any other form are passed over), and a word in tests/test_public_names.py. ``import hookline`` must not import
+torch, nor anything else that takes time.
 """
 
 from __future__ import annotations

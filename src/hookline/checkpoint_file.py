@@ -1,10 +1,11 @@
 """Write a tree of plain values and tensors as one file, and read it back: checkpoints, and states of hooks.
 
-`Checkpoints`, the adapters of accelerate and transformers, and ``check_hook`` call `write`
-and `read`; reference weights are read from a checkpoint. The file is what torch.save writes, with a checksum behind it.
-It is read by torch's reader that runs no code, so a new type of value needs an entry in `_READABLE`, and a case in
-`to_savable` that makes it of such entries. Of a tensor that ranks hold in parts, the part of this rank is written;
-``place_parts`` of training/checkpoints.py reads `PART` and "shape". A value that cannot be kept raises, with its place.
+`Checkpoints`, the adapters of accelerate and transformers, and ``check_hook`` call `write` and `read`; ``runs.session``
+reads a checkpoint back to check it, ``lifecycle.managed_hooks`` takes reference weights from one. The file is what
+torch.save writes, with a checksum behind it. It is read by torch's reader that runs no code, so a new type of value
+needs an entry in `_READABLE`, and a case in `to_savable` that makes it of such entries. Of a tensor that ranks hold in
+parts, the part of this rank is written; ``place_parts`` of training/checkpoints.py reads `PART` and "shape". A value
+that cannot be kept raises, with its place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decide what follows when a hook or a sink raises: count it, go on or not, log and warn once.
 
-`ManagedHooks` (the hooks of a `HookManager`), hooks made from specs, hooks of engines, and the record log with its
-helper process have an `ErrorPolicy` each; most folders call `warn_user` or `error_text`. A warning may raise
+`ManagedHooks` (the hooks of a `HookManager`), hooks made from specs, hooks of engines, and `FanOut` (records/log.py),
+with its `HelperProcess`, have an `ErrorPolicy` each; most folders call `warn_user` or `error_text`. A warning may raise
 (``-W error``), so ``warn_later`` keeps it until nothing else is under way. The values of `ON_ERROR` are listed again in
 the options ``on_error`` of runs/run.py, specs/hook_spec.py and engines/request_options.py: change them together.
 """

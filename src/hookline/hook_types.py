@@ -1,9 +1,9 @@
 """The shapes of hooks and options, as type aliases; the one vocabulary that every folder shares.
 
-Signatures and annotations in sites, observe, debug and factories import them, most under TYPE_CHECKING; users import
+Signatures and annotations in sites, observe, debug and factories import them, under TYPE_CHECKING alone; users import
 them as ``hookline.hook_types``, and the aliases of module and function hooks are for users alone. Nothing here may
 import torch at run time, as ``import hookline`` must not; so aliases that need it are texts. What each kind of hook is
-called with is decided in sites (`SiteType.args` of sites/kinds.py): change both together.
+called with is decided in sites/kinds.py (`SiteType.args`), what a target may be in sites/targets.py: change together.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Whoever runs the model enters `in_phase`: the loops, adapters of other trainers, `HookManager` around hooks, and tools
 that make passes of their own (``debug.first_bad``, ``debug.parity``). Watches, Metta's feeders and ``analyses.weights``
-ask `During` whether a pass counts; captures do not. Alarms, audits, traces, ``analyses.gradients`` and integrations ask
-`phase` alone. `kept_modes` and `in_eval_mode` serve evaluations and the guard.
+ask `During` whether a pass counts; captures do not. Alarms, audits, ``first_bad``, traces, ``analyses.gradients`` and
+integrations ask `phase` alone. `kept_modes` and `in_eval_mode` serve evaluations, ``debug.parity`` and the guard.
 
 The phase is one for the whole process, not one for each thread: on CUDA a backward runs in a thread of its own. Where
 nobody has entered one, a forward that began in training mode with gradients on is training.

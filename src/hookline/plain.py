@@ -5,8 +5,8 @@ or goes out, so that nobody writes into that of another. Whatever writes JSON ab
 `to_plain` first (``cli``, ``runs``, ``training.checkpoints``, ``report``, ``debug``, ``engines``, ``integrations``).
 For values of metrics there is another one, ``records.values.to_plain``, which keeps NaN and infinity.
 
-What `to_plain` returns has to be strict JSON, and it never raises over an object: one it does not know becomes text.
-Another class of objects is a case in `_plain_object`.
+What `to_plain` returns has to be strict JSON. An object that it does not know is no error, but becomes text. Another
+class of objects is a case in `_plain_object`.
 """
 
 from __future__ import annotations

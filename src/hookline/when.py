@@ -5,8 +5,9 @@ through `HookManager.fire`. ``watch``, ``trace``, trackers on layers and the pla
 each step. ``integrations.host_run`` reports at the distance of `growing_interval` where the length of a run is unknown.
 
 The names of points are written to records, logs and files of sinks, and read back: rename none. Their order here is the
-order within an epoch. A name that ends with ``_STEP`` makes a point one of every step (``is_step``). For a manager, a
-schedule is anything with ``is_active(step)``.
+order within an epoch. A new point has to be fired by ``training.loops`` and ``integrations.host_run``; one whose name
+ends with ``_STEP`` is of every step (``is_step``), and goes into `_STEP_POINTS` of lifecycle/manager.py too. For a
+manager, a schedule is anything with ``is_active(step)``.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Keep one hook at one site: what was asked for, what it has done, and what it is told of the moment it fires at.
 
 ``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
-``tensors``, ``optimizers`` and ``attach_function`` make a `HookAtSite` per place, and call it when torch calls them;
+``tensors``, ``optimizers``, ``everywhere`` and ``attach_function`` make the `HookAtSite`, and call it when torch calls;
 ``gradients`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
 attached to. Handles and receipts read all of these.
 
 Users get a `Site`, an `OptimizerSite` or a `FunctionSite`: hooks that declare ``*, site`` at each firing, hooks on
-functions as their first argument; ``find`` lists sites. `HookAtSite.site` and all of the above make them and, while the
-compiler traces, ``compiled.trace_hooks``. Most makers give the fields of `Site` by position: a new field comes last,
-with a default. `Site` has to stay a plain dataclass that is cheap to make and that the compiler can trace.
+functions as their first argument; ``find`` lists sites. `HookAtSite.site`, `FunctionSite.site`, ``gradients``,
+``parameters``, ``tensors`` and, while the compiler traces, ``compiled.trace_hooks`` make a `Site`. Most makers give the
+fields of `Site` by position: a new field comes last, with a default. `Site` has to stay a plain dataclass that is cheap
+to make and that the compiler can trace.
 
-The hot paths of ``module_hooks``, ``gradients`` and ``attach_function`` call ``entry.hook`` straight where an entry
-is ``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and
-``compiled.trace_hooks``, which calls editing hooks itself, has to know of it.
+The hot paths of ``module_hooks``, ``gradients`` and ``attach_function`` call ``entry.hook`` straight where an entry is
+``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and
+``compiled.trace_hooks``, which calls editing hooks itself, has to know of it. The head of ``attach`` has the rest of
+that recipe.
 """
 
 from __future__ import annotations

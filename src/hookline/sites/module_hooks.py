@@ -16,7 +16,8 @@ What must stay so:
   is read before these becomes a guard of the compiled code. Of the slots of observers it may read only what never
   changes (`_torch.Unchanging`); what it reads of those of edits are the user's own objects.
 
-A new kind of hook that torch keeps a dictionary for is a row of `_KIND_ROWS`.
+A new `Kind` that torch keeps a dictionary for is a row of `_KIND_ROWS`, and the dictionary one of
+``_torch.HOOK_DICTS``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is silent: ``capture`` and ``engines.live_hooks`` by `likely_cause`, ``debug.dia
 by `cause_around`. All of it is read from the entries of an `Attachment`; nothing here changes them.
 
 A cause is a guess for the user: a new one is a sentence in `cause_around` if modules alone tell it, so that all callers
-have it, else in `likely_cause`.
+have it, else in `likely_cause`; for hooks on functions, in `_cause_at_function`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ ROLE: Final = "role:"
 """What a target begins with that names a role."""
 ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "unembed", "router")
 """Output of a block; attention and MLP inside it; embedding of the tokens; norm after the last block; logits; choice of
-experts. Tensors inside of attention have the roles of `PARTS`."""
+experts. Tensors inside of attention have the roles of `PARTS`. A new role needs an entry in `_roles` too, and one in
+`IN_BLOCKS` if each block may have it."""
 IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
 """Roles that each block may have, and so a number."""
 # What `role_target` writes: "role:mlp", "role:mlp.3", "role:mlp.0:4".

@@ -6,8 +6,9 @@ checkpointing, weight averaging and PEFT each keep the module they wrap as a chi
 every name below. A wrapper is known by the type of the parent: a user's own attribute called ``module`` is an attribute
 like any other.
 
-A new wrapper is a row of `_INNER`. The names without wrappers are those that users write and files keep, so a model has
-to have the same names however it is wrapped.
+A new wrapper is a row of `_INNER`; one of PEFT's that may call the ``forward`` of what it wraps has its key in `_TUNED`
+too. The names without wrappers are those that users write and files keep, so a model has to have the same names however
+it is wrapped.
 
     >>> [(name, type(module).__name__) for name, module, *_ in walk(nn.DataParallel(nn.Sequential(nn.ReLU())))]
     [('', 'DataParallel'), ('', 'Sequential'), ('0', 'ReLU')]
