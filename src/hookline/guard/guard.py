@@ -76,8 +76,9 @@ plain value, or a tuple of these: of other objects `digest` sees the class alone
 class TorchSwitches:
     """The switches of torch, of the thread and the process, as they are when this is made.
 
-    They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums. `Guard`, the audit
-    and `run_digest` read them. A new switch is an entry of `_SWITCHES`, or of the tables of sites/_torch.py in it.
+    They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums. `Guard`, the audit,
+    `run_digest` and `find_bad_operations` read them. A new switch is an entry of `_SWITCHES`, or of the tables of
+    sites/_torch.py in it.
     """
 
     __slots__ = ("lost", "values")

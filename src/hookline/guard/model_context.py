@@ -1,10 +1,11 @@
 """Give an intervention its operations on a run: checkpoints, gradients, training, perturbation, data.
 
-The loops (training/run.py) make one, a subclass of `ModelDataContext`, for a firing with interventions; other loops
-give their own to ``HookManager.fire(model_ctx=…)``. The manager passes it to ``InterventionHook.intervene`` and uses
-its ``guard``. analyses/interventions.py calls most operations. Each operation has to put back gradients and modes
-itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook undoes. Generators come from
-`private_generator` alone: it draws from no stream of the run, and gives the same in a rerun.
+The loops (training/run.py) make one for a firing with interventions, of a subclass that overrides
+`run_training_epoch`; other loops give their own to ``HookManager.fire(model_ctx=…)``. The manager passes it to
+``InterventionHook.intervene`` and uses its ``guard``. analyses/interventions.py calls most operations. Each operation
+has to put back gradients and modes itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook
+undoes. Generators come from `private_generator` alone: it draws from no stream of the run, and gives the same in a
+rerun.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Save where random streams are, and set them back there.
 
 `HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (ManagedHooks, analyses, runs/build.py)
-uses `kept_rng`; `Snapshot`, the audit, `check_hook` and the loops take `RandomStates`. Checkpoints (training/state.py)
-save each stream by the functions below, and the marks of `hook_stream`. All cover the streams of torch on the CPU and
-on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new stream has to be known to
-`_positions`, `_set_position` and `_seed`, to `_digest` if its state is no tensor, and to ``streams`` and
-``set_streams`` of training/state.py. Its name is a key in checkpoints. What hooks draw depends on where the run is, and
-is different at every firing.
+uses `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations` and the loops take `RandomStates`.
+Checkpoints (training/state.py) save each stream by the functions below, and the marks of `hook_stream`. All cover the
+streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new
+stream has to be known to `_positions`, `_set_position` and `_seed`, to `_digest` if its state is no tensor, and to
+``streams`` and ``set_streams`` of training/state.py. Its name is a key in checkpoints. What hooks draw depends on where
+the run is, and is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been

@@ -5,9 +5,9 @@ takes `StateChange` from here. A walk holds every dictionary, list, set and dequ
 ``_parameters``, ``optimizer.state``, ``param_groups``, the attributes of every module and parameter; and lists the
 tensors, arrays and generators in them. Containers are put back in place, so that every reference to one stays right.
 Other objects (a config) are not entered; to have the attributes of one more class saved, add it to `_TYPES` as
-`_OWNED`. The names of the roots ("optimizer", "scheduler", "loader…") come from `roots_of` (snapshot.py) and decide
-about kinds. Kinds are texts that guard.py, snapshot.py and model_context.py write too: search all of guard/ for one
-before you change it.
+`_OWNED`. The names of the roots come from `roots_of` (snapshot.py): "optimizer" and "scheduler" decide about kinds,
+and below "loader…" the data is left out. Kinds are texts that guard.py, snapshot.py and model_context.py write too:
+search all of guard/ for one before you change it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Users call `capture`, and so does `bisect` (debug/compare). It checks the option
 on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with ``remove()``, or at
 the end of a ``with`` block, and what it holds stays. The recorder makes a `CapturedCall` for each call, and stores
 values in it by a `ValueStore`, which cuts, moves and copies tensors as asked. Reading a value checks that no tensor
-shared with the model was changed since. ``hookline.edits`` (`_tensors_of`) and comparisons (debug/compare/values.py)
+shared with the model was changed since. Edits (`_tensors_of` of patching.py) and comparisons (debug/compare/values.py)
 read `Cache`, `Captured` and `CapturedCall` by the names of their attributes: change a name at all ends together.
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With

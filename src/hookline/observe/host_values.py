@@ -2,7 +2,7 @@
 
 `fetch` and `on_host` are called where results on devices become numbers: by ``watch``, trackers (metta), analyses,
 `HookManager` and the flags of probes. They wait for the device, so no hook may call them at every module.
-`sent_to_host` does not wait: captures, exports, hidden states and step alarms call it, and wait later. `unit_axis` says
+`sent_to_host` does not wait: captures, exports, hidden states and monitor.py call it, and wait later. `unit_axis` says
 what trackers, ``watch`` and edits take for units, so they agree. `countable` is the rule of trackers and heat maps for
 numbers; ``watch`` takes whole and complex numbers too (``row.py``). Trackers alone use `outside_inference`.
 """

@@ -2,9 +2,10 @@
 
 Engines make the table: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM, and
 factories/served_batch.py for SGLang. Their `Session` calls `set_tokens` at the beginning and end of a forward (vLLM's
-extension itself, too); hooks of one request (engines/live_hooks.py), exports and probes run parts in
-``serving(table)``. Factories, hidden states and traces ask `current_tokens`, which is None without an engine. What the
-table says is on the host, and no method may wait for a device, as every layer asks.
+extension itself, too). Hooks of one request (engines/live_hooks.py) and probes run parts in ``serving(table)``; exports
+run whole forwards in it, with a table of their own. Factories, hidden states, traces and hooks of one request ask
+`current_tokens`, which is None elsewhere. What the table says is on the host, and no method may wait for a device, as
+every layer asks.
 
     >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
     >>> with serving(table):
@@ -36,7 +37,7 @@ from hookline.sites import _torch
 
 _BY_REQUEST: Final = ("requests", "lengths", "firsts", "phases", "keys")
 """The fields of a table that have an entry for each request. A new field of `Tokens` with one goes here, or
-`of_request` gives a wrong table."""
+`of_request` gives a wrong table, and into `tokens_after_model` (engines/vllm/step_tokens.py), which drops it else."""
 _BY_TOKEN: Final = ("ids", "positions")
 """Those that have one for each token, if they are known."""
 

@@ -11,7 +11,7 @@ place, and one launch of ours adds them all. Wider tensors, and gradients of 16 
 one launch: see `_is_read_whole`.
 
 The order and types of what `_by_row` returns are known to ``row_of_parts`` of row.py, to the program that adds rows in
-triton_programs.py, and to `_TYPES`: change all together, and then the names ``find_…`` and ``join_…`` (see there).
+triton_programs.py, and to `_TYPES`: change all together, and count up the numbers in the names at `_FIND` and `_JOIN`.
 `find_in` is traced: what is not tensor code in it has to be `constant_while_tracing`.
 """
 

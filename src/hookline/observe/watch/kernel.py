@@ -9,7 +9,8 @@ device already and the launches are known: the host only makes them. Not for a C
 (`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
 
 The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
-arguments is written down there a second time. Change both files together.
+arguments is written down there a second time. Change both files together; the table of ``fold_rows`` is made in
+graph.py too (`GraphHandover`).
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.

@@ -1,12 +1,13 @@
 """Reduce the statistics of a watch over all ranks: those of one process that has seen the whole batch.
 
-`watch` makes a `RankStats` for each `Watch`, and `Watch.to_metrics` calls it in a distributed run; its report shows
+Each `Watch` has a `RankStats`; ``Watch.to_metrics`` calls it in a distributed run, and ``Watch.report`` shows its
 `left_out`. Columns that are added are summed, replicas counted once; of the others the largest is kept. An `Exchange`
 (``distributed.reduce``) gathers the numbers of all ranks, and adds them up.
 
 Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
 (``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
-has to be known here too (`_shard`).
+goes into `_MODULES` or `_PARAMETERS`. A new statistic per unit needs a case in `to_metrics` and in `_metrics`: else it
+is added up, and then left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Say which statistics a watch keeps, find the row of a tensor, merge rows, and turn them into metrics and a table.
 
 Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
-asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU, by `reduce_on_device` on
-devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine, `RankStats`, `Watch` and the
-ready hooks make metrics and tables of them. `Kernel` uses `flat_view`, and fingerprints of traces `extremes`.
+asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU (``debug.first_bad`` too),
+by `reduce_on_device` on devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine,
+`RankStats`, `Watch` and the ready hooks make metrics and tables of them. kernel.py uses `flat_view`, and fingerprints
+of traces `extremes`.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
@@ -40,6 +41,7 @@ _OF_SUMS: Final = frozenset({"mean", "std"})
 _EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
 _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
+"""Statistics kept beside the row: the keys of `BY_UNIT` in engine.py, which says what a new one needs."""
 _NAMES: Final = (*DEFAULT_STATS, *sorted(_DETAILS), *sorted(_BY_UNIT))
 _OVER: Final = "over:"
 _ADDED: Final = ("fires", "count", "sum", "squares", "zeros", "bad", "nan", "inf")

@@ -1,10 +1,11 @@
 """Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
-Users call `watch`, and so does ``analyses.layers``. A `StepMonitor` makes a `Watch` of its own by `nothing_watched`.
-Loops report a watch as a tracker (`TrackerHook`: ``to_metrics``, ``reset``, ``state_dict``). It puts hooks on by
-`WatchSites`, counts `Steps`, and reads metrics from the `StatsEngine`, in a distributed run by way of `RankStats`. For
-``budget=`` a `BudgetedSchedule` says which steps are due: it compares steps with the hooks and steps without, and
-`Steps` tells it when one begins, which is when the one before is over.
+Users call `watch`, and so does ``analyses.layers``. A `StepMonitor` makes a `Watch` of its own by `nothing_watched`,
+and uses private parts of it (monitor.py lists them): change both together. Loops report a watch as a tracker
+(`TrackerHook`: ``to_metrics``, ``reset``, ``state_dict``). It puts hooks on by `WatchSites`, counts `Steps`, and reads
+metrics from the `StatsEngine`, in a distributed run by way of `RankStats`. For ``budget=`` a `BudgetedSchedule` says
+which steps are due: it compares steps with the hooks and steps without, and `Steps` tells it when one begins, which is
+when the one before is over.
 
 A watch must change no bit of a run and wait for no device before it is asked. Metrics are named "place/kind/statistic":
 the report of a run knows the kinds by these names (`report.metric_series.KINDS`).
