@@ -13,7 +13,7 @@ from helpers_sites import COPIES, SITES, VARIANTS, Place, chosen, ignore
 from torch import nn
 
 import hookline as hl
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import STATE_KINDS, Kind
 
 Make = Callable[[], Place]
 OWNED = chosen(VARIANTS, lambda place: not place.process_wide)
@@ -58,7 +58,7 @@ def test_a_hundred_events_with_hooks_that_stay_leave_nothing_behind(make: Make) 
         assert events(100) - objects < 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind.is_state])
+@pytest.mark.parametrize("kind", sorted(STATE_KINDS))
 def test_a_module_with_hooks_on_saving_alone_goes_without_the_collector(kind: Kind) -> None:
     """As with torch's own; its forwards are counted nevertheless."""
     module = nn.Linear(1, 1)

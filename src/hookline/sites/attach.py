@@ -21,10 +21,10 @@ from torch import Tensor, linalg, nn
 
 from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
-from hookline.sites.handle import HandleSet, HookHandle, attaching
+from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
-from hookline.sites.module_hooks import add_entries
+from hookline.sites.module_hooks import LOCK, add_entries
 from hookline.sites.parameters import (
     NamedParameter,
     attach_to_parameters,
@@ -210,8 +210,13 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
     if attachment.options.scope == "context":
         attachment.context = open_context()
-    with attaching(attachment) as handle:
-        add_entries(attachment, model, chosen)
+    handle = HookHandle(attachment)
+    with LOCK:
+        try:
+            add_entries(attachment, model, chosen)
+        except BaseException:
+            handle.remove(quiet=True)
+            raise
     return handle
 
 

@@ -27,7 +27,7 @@ from hookline.sites.attach import new_attachment
 from hookline.sites.gradients import CallState
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer
-from hookline.sites.kinds import MODULE, OPTIMIZER, STORED, Kind
+from hookline.sites.kinds import MODULE, OPTIMIZER, STATE_KINDS, STORED, Kind
 from hookline.sites.module_hooks import FIRST_PRE, LAST_PRE, LOCK, Slot, add_entries, existing_hooks, hooks_of_module
 from hookline.sites.optimizers import hook_optimizers_everywhere
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
@@ -73,7 +73,7 @@ def attach_everywhere(
     )
     if site_type is OPTIMIZER:
         return hook_optimizers_everywhere(attachment)
-    if attachment.kind.is_state or attachment.kind is Kind.PARAM_GRAD:
+    if attachment.kind in STATE_KINDS or attachment.kind is Kind.PARAM_GRAD:
         raise OptionError(f"on={attachment.kind.value!r} goes with the modules of a model: attach(model, '*', hook).")
     if with_kwargs and attachment.kind is Kind.FORWARD_PRE:
         raise OptionError("with_kwargs= does not go with on='forward_pre' here; torch shows no keyword arguments.")

@@ -115,11 +115,6 @@ class Kind(StrEnum):
         """Return whether we fire it at the calls of a module or in their backward; not so ``full_backward``."""
         return self in CALL_KINDS
 
-    @property
-    def is_state(self) -> bool:
-        """Return whether it fires on saving or loading rather than in a run of the model."""
-        return self in _STATE
-
     def check_option(self, option: str) -> None:
         """Raise an `OptionError` if ``option``, which is switched on, does not go with this kind."""
         kinds = KINDS_OF_OPTION[option]
@@ -217,7 +212,7 @@ SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, STORED)
 GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
 """In this order: ``ModuleHooks`` passes their hooks on to ``set_gradient_hooks(pre, post)``."""
 CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
-_STATE: Final = frozenset(
+STATE_KINDS: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
 _EDITING: Final = frozenset(

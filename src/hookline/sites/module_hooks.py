@@ -46,7 +46,7 @@ from hookline.sites.compiled.op_schemas import keep_maker
 from hookline.sites.compiled.trace_hooks import run_post, run_pre
 from hookline.sites.gradients import USE_INPUT_ONCE, CallState, GradientCall, GradientHooks, is_flat, tap_output
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, next_order
-from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, Kind
+from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, STATE_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
@@ -605,12 +605,12 @@ class ModuleHooks(GradientHooks):
 
     def add(self, entry: HookAtSite) -> None:
         """Put a hook in its place."""
+        self.keep_places()  # the counter that this module joins may have seen the hooks of others already
         kind = entry.attachment.kind
         hooks = self.hooks_of_kind(kind)
         place = bisect_right(hooks, entry.rank, key=lambda other: other.rank) if hooks else 0
         self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
         self._sync(kind)
-        self.keep_places()
         entry.counter.hooked.add(self)
 
     def discard(self, entry: HookAtSite) -> None:
@@ -842,7 +842,7 @@ def counter_of(model: nn.Module, kind: Kind) -> ForwardCounter:
     """Return the counter of a model's forwards, made if need be; it has to `serve` a hook of that kind at once."""
     hooks = hooks_of_module(model)
     counter = hooks.counter or ForwardCounter(model)
-    in_runs = counter.in_runs or not kind.is_state
+    in_runs = counter.in_runs or kind not in STATE_KINDS
     if hooks.counter is None or in_runs is not counter.in_runs:
         counter.in_runs = in_runs
         hooks.set_counter(counter)

@@ -21,7 +21,7 @@ from hookline.errors import HookNeverFired, help_line
 from hookline.messages import caller_stacklevel, counted, listed
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
-from hookline.sites.kinds import FUNCTION, MODULE, Kind
+from hookline.sites.kinds import FUNCTION, MODULE, STATE_KINDS, Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
 
@@ -176,7 +176,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
 def _silent(attachment: Attachment) -> list[HookAtSite]:
     """Return the entries that could have fired, since a forward has begun, and did not."""
     kind = attachment.kind
-    if kind.is_state or kind is Kind.PARAM_GRAD:
+    if kind in STATE_KINDS or kind is Kind.PARAM_GRAD:
         return []  # it is not known when these are due
     entries = attachment.members()
     silent = [entry for entry in entries if not entry.fired and entry.counter.step > entry.step_at_attach]
