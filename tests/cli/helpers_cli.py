@@ -75,7 +75,7 @@ def same_weights(one: Path, other: Path) -> bool:
     """Whether two runs ended with the same model, bit for bit, as their newest checkpoints say."""
     from helpers_training import differences
 
-    from hookline.checkpoint_file import read
+    from hookline.lifecycle.checkpoint_file import read
 
     newest = [max((folder / "checkpoints").glob("step_*.pt")) for folder in (one, other)]
     mine, theirs = (read(path)["core"]["model"]["tensors"] for path in newest)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from hookline import checkpoint_file
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import warn_user
 from hookline.errors import OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
 from hookline.integrations.host_run import HostLogSink, check_report_to
+from hookline.lifecycle import checkpoint_file
 from hookline.load import needed_package
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline import checkpoint_file
 from hookline.error_policy import warn_user
 from hookline.errors import LifecycleError
 from hookline.integrations.host_run import HostCallback
+from hookline.lifecycle import checkpoint_file
 from hookline.load import needed_package
 from hookline.sites.functions.wrapped import wrapped
 

@@ -20,11 +20,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from hookline import checkpoint_file
 from hookline.distributed.ranks import rank_names
 from hookline.error_policy import ErrorPolicy, error_text, warn_user
 from hookline.errors import GuardError, LifecycleError, OptionError, RankError
 from hookline.guard.rng import kept_rng
+from hookline.lifecycle import checkpoint_file
 from hookline.lifecycle.hook import InterventionHook
 from hookline.tables import ShownAsTable, Table
 from hookline.tree import copied, leaves, map_tensors

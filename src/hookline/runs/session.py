@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline import checkpoint_file
 from hookline.errors import OptionError, ResumeError
 from hookline.guard.digest import changed, digest
+from hookline.lifecycle import checkpoint_file
 from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.log import FanOut

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookline import checkpoint_file
 from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.guard.digest import RunDigest, changed, digest, run_digest
 from hookline.guard.rng import RandomStates
+from hookline.lifecycle import checkpoint_file
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry, make_hook

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import Tensor
 
-from hookline import checkpoint_file
-from hookline.checkpoint_file import PART, is_sharded, part_of
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import CheckpointError, OptionError, RankError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
+from hookline.lifecycle import checkpoint_file
+from hookline.lifecycle.checkpoint_file import PART, is_sharded, part_of
 from hookline.messages import type_name
 from hookline.plain import to_plain
 from hookline.records.log import has_ranks

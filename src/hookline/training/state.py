@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from hookline.checkpoint_file import is_sharded
 from hookline.error_policy import warn_user
 from hookline.errors import CheckpointError, OptionError, ResumeError
 from hookline.guard import rng
@@ -36,6 +35,7 @@ from hookline.guard.loaders import (
     set_num_shuffles,
 )
 from hookline.guard.rng import GENERATOR_TYPES, RandomStates
+from hookline.lifecycle.checkpoint_file import is_sharded
 from hookline.messages import type_name
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import Experiment, grouped, has_state, is_named_tuple, is_record, items_of

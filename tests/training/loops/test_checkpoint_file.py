@@ -14,8 +14,8 @@ import torch
 from helpers_warm import run_warm
 
 import hookline as hl
-from hookline.checkpoint_file import read, write
 from hookline.errors import CheckpointError
+from hookline.lifecycle.checkpoint_file import read, write
 
 
 def names(folder: Path) -> list[str]:
@@ -178,7 +178,7 @@ class Runs:
 def test_a_file_that_names_code_is_refused(function, tmp_path, monkeypatch):
     """With a checksum that fits: nothing is called."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hookline.checkpoint_file.to_savable", lambda tree: tree)
+    monkeypatch.setattr("hookline.lifecycle.checkpoint_file.to_savable", lambda tree: tree)
     write(tmp_path / "it.pt", {"value": Runs(function)})
     with pytest.raises(CheckpointError, match="cannot be read"):
         read(tmp_path / "it.pt")
@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_is_named(tmp_path):
     code = """if True:
         import resource, signal, sys, torch
         from pathlib import Path
-        from hookline.checkpoint_file import write
+        from hookline.lifecycle.checkpoint_file import write
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
         write(Path(sys.argv[1]), {"a": torch.ones(2**20)})"""

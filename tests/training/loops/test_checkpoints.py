@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import hookline as hl
-from hookline import checkpoint_file as module
 from hookline.errors import CheckpointError, ResumeError
+from hookline.lifecycle import checkpoint_file as module
 from hookline.training.checkpoints import Checkpoints, lock_folder
 
 
