@@ -70,15 +70,6 @@ def measurable(tensor: Tensor | None) -> Tensor | None:
     return local.detach()
 
 
-def without_padding(tensor: Tensor) -> Tensor | None:
-    """Return the real entries of an output of a served batch; see `Tokens.real`.
-
-    Outputs at padding have no meaning, and may be NaN.
-    """
-    tokens = current_tokens()
-    return tensor if tokens is None else tokens.real(tensor)
-
-
 # -- whose tokens ------------------------------------------------------------------------------------------------
 
 

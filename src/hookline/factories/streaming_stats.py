@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
-from hookline.factories.served_batch import output_tensor, without_padding
+from hookline.factories.served_batch import output_tensor
+from hookline.observe.tokens import current_tokens
 from hookline.observe.watch.engine import StatsEngine, WatchedPlace
 from hookline.observe.watch.graph import hand_over_late
 from hookline.observe.watch.pending import Streams, limit_of
@@ -88,7 +89,11 @@ class Copies:
 
     def take(self, module: StreamedModule, tensor: Tensor) -> bool:
         """Copy an output; return False if that cannot be done."""
-        if type(tensor) is not Tensor or not tensor.is_inference() or _torch.is_wrapped(tensor):
+        if (
+            type(tensor) is not Tensor
+            or not tensor.is_inference()
+            or (_torch.transforms_active() and _torch.is_wrapped(tensor))
+        ):
             return False
         with self._lock:
             stream = self._streams.now()
@@ -211,12 +216,12 @@ class StreamingObserver(Observer, PerSiteHook, Summary):
 
     def _fire(self, seen: StreamedModule, output: Any, gathered: Gathered | None = None) -> None:
         """Add the output of a module; into ``gathered``, if it is to be reduced together with others."""
-        if self._first is None:
-            self._first = seen
-        elif seen is self._first:
+        if seen is self._first:
             self._end_forward()
+        elif self._first is None:
+            self._first = seen
         seen.calls += 1
-        tensor = output_tensor(output, self._add_residual)
+        tensor = output if type(output) is Tensor else output_tensor(output, self._add_residual)
         if tensor is None:
             seen.watched.unread = "there is no tensor in its output"
         else:
@@ -246,9 +251,10 @@ class StreamingObserver(Observer, PerSiteHook, Summary):
             copies.flush()
 
     def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> None:
-        """Add the statistics of ``tensor``."""
+        """Add the statistics of the real entries of ``tensor``: outputs at padding have no meaning, and may be NaN."""
         try:
-            real = without_padding(tensor)
+            tokens = current_tokens()
+            real = tensor if tokens is None else tokens.real(tensor)
             if real is not None:
                 self._add(seen, real, gathered)
         except Exception as error:  # an observer must not end the run
