@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _PASSED: Final = frozenset({"hookline", "contextlib", "functools", "weakref"})
 """Packages whose frames a warning passes over, on its way to the line of the user."""
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def type_name(value: object) -> str:
@@ -45,19 +44,6 @@ def size_text(size: float) -> str:
         size /= 1000
         units.pop()
     return f"{size:.0f} B" if units[-1] == "B" else f"{size:,.1f} {units[-1]}"
-
-
-def parse_size(text: str) -> int | None:
-    """Return a text such as ``2GB`` or ``1.5 GiB`` as a number of bytes; None if it is not a size.
-
-    >>> parse_size("1.5kB"), parse_size("2 MiB"), parse_size("two")
-    (1500, 2097152, None)
-    """
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[3] and not found[2]):
-        return None
-    power = " kmgt".index(found[2].lower() or " ")  # k is 1, m is 2, …; 0 without a letter
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

@@ -2,7 +2,7 @@
 
 Hooks declare points in ``hook_points``; ``training.loops``, ``integrations.host_run`` or a user's own loop fire them
 through `HookManager.fire`. ``watch``, ``trace``, trackers on layers and the plan of a manager ask a `StepSchedule` at
-each step. ``integrations.host_run`` reports at the distance of `growing_interval` where the length of a run is unknown.
+each step.
 
 The names of points are written to records, logs and files of sinks, and read back: rename none. Their order here is the
 order within an epoch. A new point has to be fired by ``training.loops`` and ``integrations.host_run``; one whose name
@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean, suggest
@@ -141,32 +141,3 @@ class StepSchedule:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise OptionError(f"every= is a number of steps of at least 1, or a StepSchedule; got {every!r}.")
         return cls() if every == 1 else cls("stride", stride=every)
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedSteps(StepSchedule):
-    """Only the steps at whose ends a run reports: so what is reported is of the step in the record.
-
-    ``analyses.layers`` gives it to ``watch``, where the host of a run says when it reports.
-    """
-
-    reports: Any = None
-    """Tells by ``is_due(step)`` whether the run reports at the end of a step."""
-
-    def is_active(self, step: int) -> bool:
-        """Return whether there is a report at the end of ``step``."""
-        return bool(self.reports.is_due(step))
-
-
-def growing_interval(step: int, *, every: int, first: int) -> int:
-    """Return how far apart points are at ``step``, so that their number grows with the logarithm of a run's length.
-
-    Recipe: ``if step % growing_interval(step, every=10, first=20) == 0``, at 0, 10, …, 200, 220, …, 400, 440, …
-
-    Args:
-        step: Counted from 0.
-        every: How far apart the ``first`` points are. Whenever the run has become twice as long, it is twice that.
-        first: How many points come before the interval doubles, 2 or more; half as many before it doubles again.
-    """
-    # It doubles at step every * first, at twice that, at four times that, …: as often as the quotient has bits.
-    return every << (step // (every * first)).bit_length()

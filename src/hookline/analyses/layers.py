@@ -7,6 +7,7 @@ by unit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from hookline.lifecycle.hook import MetricInfo
 from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.watch import Watch, watch
-from hookline.when import ReportedSteps, StepSchedule
+from hookline.when import StepSchedule
 
 _EVERY: Final = 10
 _STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
@@ -147,3 +148,18 @@ def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
         if sizes:
             found[f"max_{kind}"] = float(torch.tensor(sizes).max())  # NaN if one is
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSteps(StepSchedule):
+    """Only the steps at whose ends a run reports: so what is reported is of the step in the record.
+
+    `StatsHook` gives it to ``watch``, where the host of a run says when it reports.
+    """
+
+    reports: Any = None
+    """Tells by ``is_due(step)`` whether the run reports at the end of a step."""
+
+    def is_active(self, step: int) -> bool:
+        """Return whether there is a report at the end of ``step``."""
+        return bool(self.reports.is_due(step))

@@ -126,8 +126,8 @@ def _model_and_specs(options: ServeOptions) -> tuple[Path, list[Any]]:
 
 
 def _settings(options: ServeOptions, model: Path) -> Settings:
-    from hookline.local_access import is_loopback
     from hookline.serve import Settings
+    from hookline.serve.http.local_access import is_loopback
 
     token = _token(options)
     is_open = not is_loopback(options.host)

@@ -41,7 +41,7 @@ from hookline.training.loops import POINTS, LoopResult
 from hookline.training.run import GradientRetention, Run, Schedule
 from hookline.training.state import GuardedState, Passes
 from hookline.tree import map_tensors
-from hookline.when import HookPoint, growing_interval
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
@@ -488,7 +488,8 @@ class SnapshotSteps:
         return -(-step // interval) * interval
 
     def _interval(self, step: int) -> int:
-        return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
+        # It doubles at step every * _AT_FIRST, at twice that, at four times that, …: as often as the quotient has bits.
+        return self.every << (step // (self.every * _AT_FIRST)).bit_length() if self.grows else self.every
 
 
 def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:

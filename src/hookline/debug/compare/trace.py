@@ -7,6 +7,7 @@ Specs and users make `trace_outputs`, which writes the same of outputs alone, as
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import NoMatchError, OptionError
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import running
-from hookline.messages import parse_size, suggest
+from hookline.messages import suggest
 from hookline.observe.tokens import current_tokens
 from hookline.observe.watch.hooks import OptimizerSteps
 from hookline.phases import phase
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from hookline.sites.parameters import NamedParameter
 
 _DEFAULT_KINDS: Final = ("output", "output_grad", "parameter", "param_grad")
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
+"""A number of bytes in words: ``2GB``, ``1.5 GiB``."""
 
 
 def trace(
@@ -137,10 +140,14 @@ def bytes_of_budget(budget: int | str | None) -> int | None:
     """Return a budget in bytes: a number, a text such as ``"200MB"`` or ``"1.5 GiB"``, or None for no limit."""
     if budget is None or (type(budget) is int and budget > 0):
         return budget
-    found = parse_size(budget) if isinstance(budget, str) else None
-    if not found:
+    found = _SIZE.fullmatch(budget) if isinstance(budget, str) else None
+    size = 0
+    if found is not None:
+        power = " kmgt".index((found[2] or " ").lower())  # k is 1, m is 2, …; 0 without a letter
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not size:
         raise OptionError(f"budget={budget!r}: give a number of bytes, a text such as '200MB' or '1.5GiB', or None.")
-    return found
+    return size
 
 
 def _chosen(

@@ -16,8 +16,8 @@ from typing import Final, Literal
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hookline.errors import OptionError
-from hookline.local_access import bearer_token, is_local_name, is_same_token
 from hookline.serve.http.error_answers import Refused, refused_response
+from hookline.serve.http.local_access import bearer_token, is_local_name, is_same_token
 
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 import uvicorn
 
 from hookline.errors import OptionError
-from hookline.local_access import is_loopback
 from hookline.serve.http.app import make_app
+from hookline.serve.http.local_access import is_loopback
 from hookline.serve.http.request_gate import Settings
 
 if TYPE_CHECKING:
