@@ -72,6 +72,16 @@ def test_a_value_is_what_strict_json_can_hold(value: Any, plain: Any) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == plain
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(2, device="meta"), torch.eye(2).to_sparse(), nn.UninitializedParameter()],
+    ids=["meta", "sparse", "lazy"],
+)
+def test_a_tensor_that_no_list_can_hold_is_text(tensor: torch.Tensor) -> None:
+    """A configuration that holds a model on meta can be written."""
+    assert to_plain({"weight": tensor}) == {"weight": str(tensor)}
+
+
 def test_a_container_that_holds_itself_has_an_end() -> None:
     """In a mark, not in an error: a run is not to end by what is written about it."""
     ring: list[Any] = [1]

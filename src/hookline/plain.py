@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -87,7 +88,8 @@ def _plain_object(value: Any, depth: int) -> Any:
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{value.__module__}.{value.__qualname__}"
     if callable(getattr(value, "tolist", None)):  # tensors, arrays and NumPy's numbers
-        return to_plain(value.tolist(), depth)
+        with suppress(RuntimeError, ValueError):  # on meta, sparse, nested, lazy: no numbers that a list can hold
+            return to_plain(value.tolist(), depth)
     if callable(getattr(value, "model_dump", None)):  # a model of pydantic
         return to_plain(value.model_dump(), depth)
     if dataclasses.is_dataclass(value):
