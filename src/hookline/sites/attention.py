@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,6 @@ class AttentionParts:
         self._module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
         self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
-        self._hooked: set[AttentionPart] = set()
         self._give_back: Any = None
         """Gives up the interface of ``transformers`` (`_count_interface`), once, also when the module is gone."""
         self.goes_by_interface = False
@@ -113,40 +112,37 @@ class AttentionParts:
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_hooked(self, part: AttentionPart, *, hooked: bool) -> None:
-        """Note that a part has hooks, or has none: the first part with hooks switches all on, the last one off."""
-        module, had = self._module(), bool(self._hooked)
-        if hooked and module is not None and part in (self.pattern, self.attn_out) and _served_layer(module):
+        """Switch all on before the first part gets hooks, and off when the last one has lost its own."""
+        module = self._module()
+        if module is None or hooked is part.has_hooks:
+            return
+        if hooked and part in (self.pattern, self.attn_out) and _served_layer(module):
             raise UnhookableError("The attention of vLLM has its own kernels: q, k, v and z work, no pattern.")
-        (self._hooked.add if hooked else self._hooked.discard)(part)
-        if module is not None and bool(self._hooked) is not had:
-            (self._switch_off if had else self._switch_on)(module)
+        if not any(each.has_hooks for each in self.by_name.values() if each is not part):
+            (self._switch_on if hooked else self._switch_off)(module)
 
     def _switch_on(self, module: nn.Module) -> None:
         callers = _callers_in(module)
         if any(_PARTS in inner.__dict__ for inner in callers):
-            self._hooked.clear()
             raise UnhookableError(
                 f"{type(module).__name__} shares its attention with another module that has hooks inside of it."
             )
         if any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules()):  # not even called at times
-            self._hooked.clear()
             raise UnhookableError(_BY_ITSELF.format("nn.MultiheadAttention"))
         layer = _served_layer(module)
         kind = next(filter(None, map(_own_interface_of, module.modules())), None) if layer is None else None
         self.goes_by_interface = kind is not None
         for inner in callers:
             inner.__dict__[_PARTS] = self
-        self._bind(module if layer is None else layer, _forward if layer is None else _forward_by_token)
+        called, forward = (module, _forward) if layer is None else (layer, _forward_by_token)
+        recompile_guard.set_own_forward(called, wanted=False)
+        own = called.__dict__.get("forward")
+        if _OWN not in called.__dict__:  # else ours is there, below that of somebody else, which calls it
+            recompile_guard.bind_forward(called, forward)
+            called.__dict__[_OWN] = own
         if kind is not None:
             _count_interface(kind, 1)
             self._give_back = weakref.finalize(module, _count_interface, kind, -1)
-
-    def _bind(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        recompile_guard.set_own_forward(module, wanted=False)
-        own = module.__dict__.get("forward")
-        if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
-            recompile_guard.bind_forward(module, forward)
-            module.__dict__[_OWN] = own
 
     def _switch_off(self, module: nn.Module) -> None:
         for inner in _callers_in(module):
@@ -330,8 +326,6 @@ def _attend_by_interface(
         return output.transpose(1, 2)  # type: ignore[no-any-return]  # (batch, tokens, heads, width) in all of them
 
     def weigh(query: Tensor, key: Tensor) -> Tensor:
-        mask = args[0] if args else kwargs.get("attention_mask")
-        is_causal = kwargs.get("is_causal")
         if "flash" in str(implementation) or "flex" in str(implementation):
             raise UnhookableError(
                 f"The pattern cannot be computed beside {implementation}, whose mask is of another form. Make the "
@@ -339,18 +333,15 @@ def _attend_by_interface(
             )
         if kwargs.get("s_aux") is not None:
             raise UnhookableError("This model has attention sinks, for which there is no pattern; q, k, v and z work.")
-        return _pattern(
-            query,
-            key,
-            kwargs.get("scaling", args[1] if len(args) > 1 else None),
-            mask,
-            is_causal=implementation != "eager"
-            and mask is None
-            and query.shape[2] > 1
-            and (getattr(module, "is_causal", True) if is_causal is None else is_causal),
-            bias=kwargs.get("position_bias"),
-            softcap=kwargs.get("softcap"),
-        )
+        mask = args[0] if args else kwargs.get("attention_mask")
+        scale = kwargs.get("scaling", args[1] if len(args) > 1 else None)
+        is_causal = kwargs.get("is_causal")
+        if implementation == "eager" or mask is not None or query.shape[2] < 2:
+            is_causal = False
+        elif is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        bias, softcap = kwargs.get("position_bias"), kwargs.get("softcap")
+        return _pattern(query, key, scale, mask, is_causal=is_causal, bias=bias, softcap=softcap)
 
     z = parts.attend(run, tensors, weigh)
     return (z.transpose(1, 2), *rest)
@@ -376,12 +367,10 @@ def _forward_by_token(layer: Any, query: Tensor, key: Any, value: Any, *args: An
             return None
         return part(tensor.reshape(len(tensor), heads, -1)).reshape(tensor.shape)
 
-    given = (
-        through(parts.q, query, layer.num_heads),
-        through(parts.k, key, layer.num_kv_heads),
-        through(parts.v, value, layer.num_kv_heads),
-    )
-    return through(parts.z, _own_forward(layer, (*given, *args), kwargs), layer.num_heads)
+    query = through(parts.q, query, layer.num_heads)
+    key = through(parts.k, key, layer.num_kv_heads)
+    value = through(parts.v, value, layer.num_kv_heads)
+    return through(parts.z, _own_forward(layer, (query, key, value, *args), kwargs), layer.num_heads)
 
 
 # -- the pattern ---------------------------------------------------------------------------------------------------
@@ -456,12 +445,6 @@ class FollowHeads(TorchFunctionMode):
         return self._projection.call(func, args, kwargs or {})
 
 
-class _Followed(NamedTuple):
-    tensor: Tensor
-    order: _Order
-    """Where its dimensions are in (batch, heads, tokens, width)."""
-
-
 class OutputProjection:
     """Find the matrix behind the heads in one forward of an attention module, and what each head adds by it."""
 
@@ -470,7 +453,8 @@ class OutputProjection:
         self._part = part
         """The `AttentionPart` that is shown what heads add."""
         self._z: Any = None
-        self._followed: list[_Followed] = []
+        self._followed: list[tuple[Tensor, _Order]] = []
+        """What became of that tensor, each with where its dimensions are in (batch, heads, tokens, width)."""
         self._was_seen = False
         self._fault = ""
         """What the model does with the heads after which one head cannot be told from the others. It is raised when the
@@ -479,21 +463,22 @@ class OutputProjection:
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function; note what becomes of the tensor that is followed."""
         if func is Tensor.view_as and args[1:] and args[0] is args[1]:  # at the end of `AttentionParts.attend`
-            self._z, self._followed, self._was_seen = args[0], [_Followed(args[0], (0, 1, 2, 3))], False
+            self._z, self._followed, self._was_seen = args[0], [(args[0], (0, 1, 2, 3))], False
             return args[0]
-        found = [each for each in self._followed if any(each.tensor is given for given in (*args, *kwargs.values()))]
+        found = [each for each in self._followed if any(each[0] is given for given in (*args, *kwargs.values()))]
         if not found:
             return call_in_mode(func, args, kwargs)
+        tensor, order = found[0]
         product = _product(func, args, kwargs)
-        if product is not None and product[0] is found[0].tensor and found[0].order == _FLAT:
+        if product is not None and product[0] is tensor and order == _FLAT:
             return self._projected(func, args, kwargs, *product[1:])
         output = call_in_mode(func, args, kwargs)
         if isinstance(output, Tensor):
-            order = self._moved(func, args, found[0], output)
-            if order is None:
+            moved = self._moved(func, args, tensor, order, output)
+            if moved is None:
                 self._fault = f"computes with it ({getattr(func, '__name__', func)}) beside its output projection"
             else:
-                self._followed.append(_Followed(output, order))
+                self._followed.append((output, moved))
         return output
 
     def check(self) -> None:
@@ -504,9 +489,8 @@ class OutputProjection:
                 f"What each head adds is what it reads times a matrix, and {self._name} {fault}. Capture role='z'."
             )
 
-    def _moved(self, func: Any, args: Any, followed: _Followed, output: Tensor) -> _Order | None:
+    def _moved(self, func: Any, args: Any, tensor: Tensor, order: _Order, output: Tensor) -> _Order | None:
         """Return the order of dimensions after a function; None if it does more than to move numbers."""
-        tensor, order = followed
         if func in _SAME or (func in _RESHAPES and output.shape == tensor.shape):
             return order
         if func in _SWAPS and order != _FLAT and len(args) == 3:
