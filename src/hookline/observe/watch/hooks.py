@@ -300,7 +300,7 @@ class ModuleStatsHook(Summary):
         """The modules by name."""
         self._places: dict[int, WatchedPlace] = {}
         """By the identity of these modules, which live as long as the hook is on them."""
-        self._use(engine.layout)
+        self.summarize(engine.layout)
 
     def add(self, sites: list[Named]) -> list[WatchedPlace]:
         """Look at these modules too; return their places."""
@@ -310,14 +310,11 @@ class ModuleStatsHook(Summary):
                 self.sites.append((name, module))
         return [self._places[id(module)] for _, module in sites]
 
-    def _use(self, layout: Layout) -> None:
+    def summarize(self, layout: Layout) -> None:
+        """Have compiled code find what ``layout`` says, from when it is compiled again."""
         self.make = _maker(layout, not self._is_forward)
         # For `Summary`: the same for equal layouts in every process, as the compiler's code on disk has it.
         self.number = zlib.crc32(f"{layout!r} {self._is_forward}".encode())
-
-    def look_closer(self) -> None:
-        """Count NaN and Inf in compiled code on a GPU too, from when it is compiled again."""
-        self._use(self._engine.layout.with_details)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
@@ -403,10 +400,9 @@ class ParameterReader:
         self.at_steps: set[WatchedPlace] = set()
         """The places whose gradients are read at steps; other gradients are read when numbers are asked for."""
 
-    def read(self, scale: Tensor | None) -> None:
+    def read(self, scale: Any) -> None:
         """Take parameters as they are now, and gradients that no step reads; forget what was taken of them before."""
-        found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
-        found += [(slot.place, slot.current(), None) for slot in self.values]
+        found = [(slot.place, slot.current(), None) for slot in self.values]
         others = [slot for slot in self.gradients if slot.place not in self.at_steps]
         found += [(slot.place, _gradient(slot.current()), scale) for slot in others]
         for place, _, _ in found:
@@ -451,9 +447,8 @@ class WatchSites:
         self._scaler = scaler
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
-        """The hooks on modules."""
+        """The hooks on modules; none while they are off."""
         self.parameters = ParameterReader(engine)
-        self._is_on = False
         self._looks_closer = False
 
     def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool = False) -> list[WatchedPlace]:
@@ -498,12 +493,10 @@ class WatchSites:
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
-        if on is self._is_on:
+        if on is bool(self.handles):
             return
-        self._is_on = on
         if not on:
-            self.handles.remove(quiet=True)
-            self.handles = HandleSet()
+            self.remove(quiet=True)
             return
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
@@ -517,6 +510,11 @@ class WatchSites:
             self.handles.add(attach_to_modules(attachment, self._model, hook.sites))
             self._passes.counter = next(iter(attachment.counters))
 
+    def remove(self, *, quiet: bool) -> None:
+        """Take the hooks off; warn, unless ``quiet``, of those that never fired."""
+        self.handles.remove(quiet=quiet)
+        self.handles = HandleSet()
+
     def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if a graph has found something that is not finite.
 
@@ -528,7 +526,7 @@ class WatchSites:
         if ((rows[:, BAD] > 0) & (rows[:, NAN] + rows[:, INF] == 0)).any():
             self._looks_closer = True
             for hook in self._hooks.values():
-                hook.look_closer()
+                hook.summarize(layout.with_details)
             if self.handles:
                 self.switch(False)
                 self.switch(True)
