@@ -122,7 +122,7 @@ class StepAlarm(ShownAsTable):
         self._steps = 0
         self._removed = False
         self._handles = HandleSet()
-        self._by_optimizer = optimizer is not None
+        """The hook on the optimizer, if one was given."""
         if optimizer is not None:
             self._handles.add(attach_optimizer(optimizer, self._end_step, on="step_post", name="alarm"))
 
@@ -132,7 +132,7 @@ class StepAlarm(ShownAsTable):
 
     def step(self) -> None:
         """End a step; only where no optimizer was given."""
-        if self._by_optimizer:
+        if self._handles:
             raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
         self._end_step()
 
@@ -152,10 +152,9 @@ class StepAlarm(ShownAsTable):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was found stays."""
-        if not self._removed:
-            self._removed = True
-            self._handles.remove(quiet=True)
-            self._listener.remove(quiet=quiet)
+        self._removed = True
+        self._handles.remove(quiet=True)
+        self._listener.remove(quiet=quiet)
 
     def __enter__(self) -> Self:
         return self
