@@ -17,12 +17,14 @@ and attention has no dropout there.
 
 The compiler traces all that runs in a call. A new part is a name in `PARTS`, an attribute in `AttentionParts.__init__`
 (in the same order), a call in `AttentionParts.attend`, and for vLLM one in `_forward_by_token`, which does not go by
-``attend``, or a refusal in `AttentionParts.set_hooked`.
+``attend``, or a refusal in `AttentionParts.set_hooked`. The docs of ``role=`` (`attach`, `capture`, docs/roles.md) list
+the parts.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
@@ -76,8 +78,7 @@ class AttentionPart(nn.Module):
 
 def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
     """Return the parts of an attention module by name, the same ones for as long as anybody has one of them."""
-    known = _KNOWN.get(module)
-    found = None if known is None else known()
+    found = _KNOWN.get(module, lambda: None)()
     if found is None:
         found = AttentionParts(module)
         _KNOWN[module] = weakref.ref(found)
@@ -87,15 +88,16 @@ def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
 def hooked_parts(module: nn.Module) -> dict[str, AttentionPart]:
     """Return the parts of a module that have hooks."""
     found = module.__dict__.get(_PARTS)
-    known = found.by_name if found is not None and found.is_of(module) else {}
-    return {name: part for name, part in known.items() if part.has_hooks}
+    if found is None or found.module() is not module:  # those of a module around it
+        return {}
+    return {name: part for name, part in found.by_name.items() if part.has_hooks}
 
 
 class AttentionParts:
     """The parts of one attention module, and the call in which they are."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
         self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
         self._give_back: Any = None
@@ -105,15 +107,11 @@ class AttentionParts:
         self.calls = 0
         """How often the attention function was called; in threads at once perhaps less, and never less than once."""
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether these are the parts of ``module``, and not of one around it."""
-        return self._module() is module
-
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_hooked(self, part: AttentionPart, *, hooked: bool) -> None:
         """Switch all on before the first part gets hooks, and off when the last one has lost its own."""
-        module = self._module()
+        module = self.module()
         if module is None or hooked is part.has_hooks:
             return
         if hooked and part in (self.pattern, self.attn_out) and _served_layer(module):
@@ -272,9 +270,10 @@ def _attend(
 
 # -- the attention interface of transformers -----------------------------------------------------------------------
 
-_USERS: Final[dict[type, int]] = {}
-"""Classes of interfaces whose ``get_interface`` is ours now, with how many modules need it."""
-_ORIGINAL: Final[dict[type, Any]] = {}
+_USERS: Final[Counter[type]] = Counter()
+"""How many modules need the ``get_interface`` of a class of interfaces to be ours."""
+_REPLACED: Final[dict[type, tuple[Any, Any]]] = {}
+"""The ``get_interface`` that a class had, and ours, for as long as that is needed."""
 
 
 def _own_interface_of(module: nn.Module) -> type | None:
@@ -288,14 +287,13 @@ def _own_interface_of(module: nn.Module) -> type | None:
 
 def _count_interface(kind: type, change: int) -> None:
     """Have an interface hand out functions that know parts, for as long as a module needs it."""
-    count = _USERS[kind] = _USERS.get(kind, 0) + change
-    if change > 0 and count == 1:
+    _USERS[kind] += change
+    if kind not in _REPLACED:
         original = vars(kind)[_INTERFACE]
-        ours = _handing_out(original)
-        _ORIGINAL[kind] = original, ours
-        setattr(kind, _INTERFACE, ours)
-    elif not count:
-        original, ours = _ORIGINAL.pop(kind)
+        _REPLACED[kind] = original, _handing_out(original)
+        setattr(kind, _INTERFACE, _REPLACED[kind][1])
+    elif not _USERS[kind]:
+        original, ours = _REPLACED.pop(kind)
         if vars(kind).get(_INTERFACE) is ours:  # else somebody has put another in front, which calls ours
             setattr(kind, _INTERFACE, original)
 
