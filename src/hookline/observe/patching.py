@@ -10,7 +10,7 @@ function of this file with what it was given, and may be for a part of the activ
 Nothing may be changed in place: containers on the way to a tensor are copied, as a module may keep the dict it returns,
 and its caller the one it passes. All that runs in a call can be traced into a compiled graph: it waits for no number of
 a tensor, and texts of errors come from functions that are `constant_while_tracing`. A new edit is a maker (like
-`scale`) with its function (like `_scaled`), a name in `_MAKERS`, and a line in hookline/edits.py.
+`scale`) with its function (like `_scaled`), a name in `_MAKERS`, and one in both lists of hookline/edits.py.
 
     >>> last = EditIndex((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
