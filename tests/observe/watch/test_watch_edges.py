@@ -119,6 +119,17 @@ def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any]
     hl.assert_no_hooks(model)
 
 
+def test_what_is_no_optimizer_leaves_no_hook_on_the_others_or_the_model():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hl.errors.UnhookableError, match="takes a torch"):
+        hl.watch(model, optimizer=[optimizer, model])
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(hl.errors.UnhookableError, match="takes a torch"):
+        hl.observe.alarm(model, optimizer=model)
+    hl.assert_no_hooks(model)
+
+
 # -- odd models and threads ----------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
-from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, checked_optimizer
 from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import Named, select
 from hookline.tree import main_of, main_tensor
@@ -80,15 +80,14 @@ class OptimizerSteps:
         listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
             raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
+        optimizers = [] if given is None else [checked_optimizer(each) for each in listed]  # before any has a hook
         for kind, is_before in (("step_pre", True), ("step_post", False)):
             # By a weak reference: a hook on every optimizer must not keep this, a watch and its model alive.
             hook = functools.partial(_tell, weakref.ref(self), is_before)
             if given is None:
                 self._handles.add(attach_everywhere(hook, on=kind, observe=is_before, name="watch"))
-                continue
-            for each in listed:
-                inner = unwrap_optimizer(each)  # hooks are called with the optimizer that is inside a wrapper
-                self._handles.add(attach_optimizer(inner, hook, on=kind, observe=is_before, name="watch"))
+            for each in optimizers:
+                self._handles.add(attach_optimizer(each, hook, on=kind, observe=is_before, name="watch"))
         weakref.finalize(self, self._handles.remove, quiet=True)
 
     def note(self, optimizer: Optimizer) -> None:

@@ -21,7 +21,7 @@ from hookline.observe.watch.monitor import NAMED, PlaceRow, RowPart, StepListene
 from hookline.observe.watch.row import BAD, INF, NAN
 from hookline.phases import phase
 from hookline.sites.handle import HandleSet
-from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, checked_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookline.observe.alarm")
 
-_KINDS: Final = ("forward", "backward")
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
 _LOGGED: Final = 10
@@ -79,7 +78,7 @@ def alarm(
     target: Target = "*",
     *,
     optimizer: Optimizer | None = None,
-    on: str | Sequence[str] = _KINDS,
+    on: str | Sequence[str] = ("forward", "backward"),
     exclude: Target = None,
 ) -> StepAlarm:
     """Find which rank, micro-batch and layer was the first with NaN or infinity.
@@ -104,7 +103,7 @@ def alarm(
             has the NaN of one; these are before that.
         exclude: Modules and parameters to leave out.
     """
-    inner = None if optimizer is None else unwrap_optimizer(optimizer)
+    inner = None if optimizer is None else checked_optimizer(optimizer)  # before the model has hooks
     return StepAlarm(listen(model, target, on=on, exclude=exclude), inner)
 
 
