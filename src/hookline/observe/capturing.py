@@ -9,7 +9,8 @@ read `Cache`, `Captured` and `CapturedCall` by the names of their attributes: ch
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With
 inputs or gradients it is opened before the forward, which may change its inputs in place. A gradient finds its call by
-step and number, so calls must be counted as gradient hooks count them.
+step and number, so calls must be counted as gradient hooks count them. A new option about what is kept of a tensor is a
+field of `ValueStore`, where `_is_plain` has to know of it; one about which calls are kept, of `CaptureRecorder`.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -347,7 +348,7 @@ class Captured:
         )
 
     def __repr__(self) -> str:
-        return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
+        return f"<Captured {self.name!r}, {counted(len(self.calls), 'call')}>"
 
     def _repr_html_(self) -> str:
         more = line(f"… and {len(self.calls) - _MAX_CALLS:,} more calls") if len(self.calls) > _MAX_CALLS else ""

@@ -1,7 +1,8 @@
 """Draw numbers as a heat map for a notebook: a tensor, or a table with names.
 
 Users make a `HeatMap` (``hookline.observe.HeatMap``); captures in a notebook show themselves by `heat_maps_of`
-(observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells (tables.py).
+(observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells. Colours, cells and
+pictures are made by tables.py; here are the choices of what is read and drawn (`_matrix`, `_strongest`).
 To draw reads numbers, which waits for the device: no hook may do it while the model runs.
 """
 

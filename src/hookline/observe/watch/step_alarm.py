@@ -3,8 +3,9 @@
 Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
 and judges a step when it is over, in `StepAlarm._end_step`.
 
-It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`: only there is every rank
-known to take part.
+It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`, which sends the troubles:
+only there is every rank known to take part. Another kind of trouble is a word in `_WORDS` and a case in
+`StepAlarm._find`.
 """
 
 from __future__ import annotations
