@@ -100,7 +100,7 @@ class AttentionParts:
         self.module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
         self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
-        self._give_back: Any = None
+        self._give_back: Callable[[], Any] = lambda: None
         """Gives up the interface of ``transformers`` (`_count_interface`), once, also when the module is gone."""
         self.goes_by_interface = False
         """Whether the function is called with the module, and so finds the parts by itself."""
@@ -145,8 +145,7 @@ class AttentionParts:
     def _switch_off(self, module: nn.Module) -> None:
         for inner in _callers_in(module):
             inner.__dict__.pop(_PARTS, None)
-        if self._give_back is not None:
-            self._give_back()
+        self._give_back()
         module = _served_layer(module) or module
         ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
         if ours not in (_forward, _forward_by_token):
@@ -163,6 +162,12 @@ class AttentionParts:
         return type(None), ()
 
     # -- one call ----------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch; attention goes through the parts."""
+        if func is scaled_dot_product_attention:
+            return _attend(self, func, *args, **kwargs)
+        return _call_in_mode(func, args, kwargs)
 
     def attend(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any, weigh: Any) -> Tensor:
         """Return the output of attention, (batch, heads, tokens, width), with everything through its part.
@@ -188,7 +193,7 @@ class AttentionParts:
             if self.pattern.is_in_path:
                 z = pattern.to(value.dtype) @ _repeated(value, query)
         read: Tensor = self.z(z)
-        # The `FollowHeads` around knows a tensor viewed as itself for what it is to follow, in compiled code too.
+        # The `OutputProjection` around knows a tensor viewed as itself for what it is to follow, in compiled code too.
         return read.view_as(read) if self.attn_out.has_hooks else read
 
 
@@ -214,8 +219,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _own_forward(module, args, kwargs)
     before = parts.calls
     projection = OutputProjection(type(module).__name__, parts.attn_out) if parts.attn_out.has_hooks else None
-    following = nullcontext() if projection is None else FollowHeads(projection)
-    with following, nullcontext() if parts.goes_by_interface else _Attending(parts):
+    following = nullcontext() if projection is None else _CallsBy(projection)
+    with following, nullcontext() if parts.goes_by_interface else _CallsBy(parts):
         output = _own_forward(module, args, kwargs)
     if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
         raise UnhookableError(_BY_ITSELF.format(type(module).__name__))
@@ -233,17 +238,22 @@ def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 # -- scaled_dot_product_attention ----------------------------------------------------------------------------------
 
 
-class _Attending(TorchFunctionMode):
-    """Let ``scaled_dot_product_attention`` pass through the parts while the block lasts."""
+class _CallsBy(TorchFunctionMode):
+    """Have an object call all functions of torch while the block lasts, by its ``call``."""
 
-    def __init__(self, parts: AttentionParts) -> None:
+    def __init__(self, caller: AttentionParts | OutputProjection) -> None:
         super().__init__()
-        self._parts = parts
+        self._caller = caller
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
-            return call_in_mode(func, args, kwargs or {})
-        return _attend(self._parts, func, *args, **(kwargs or {}))
+        return self._caller.call(func, args, kwargs or {})
+
+
+def _call_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function that a mode was given."""
+    if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
+        return args[0].unflatten(*args[1:], **kwargs)
+    return func(*args, **kwargs)
 
 
 def _attend(
@@ -425,24 +435,6 @@ _RESHAPES: Final = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, 
 _PRODUCTS: Final = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
-def call_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function that a mode was given."""
-    if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
-        return args[0].unflatten(*args[1:], **kwargs)
-    return func(*args, **kwargs)
-
-
-class FollowHeads(TorchFunctionMode):
-    """Show all functions that are called while the block lasts to an `OutputProjection`."""
-
-    def __init__(self, projection: OutputProjection) -> None:
-        super().__init__()
-        self._projection = projection
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._projection.call(func, args, kwargs or {})
-
-
 class OutputProjection:
     """Find the matrix behind the heads in one forward of an attention module, and what each head adds by it."""
 
@@ -465,12 +457,12 @@ class OutputProjection:
             return args[0]
         found = [each for each in self._followed if any(each[0] is given for given in (*args, *kwargs.values()))]
         if not found:
-            return call_in_mode(func, args, kwargs)
+            return _call_in_mode(func, args, kwargs)
         tensor, order = found[0]
         product = _product(func, args, kwargs)
         if product is not None and product[0] is tensor and order == _FLAT:
             return self._projected(func, args, kwargs, *product[1:])
-        output = call_in_mode(func, args, kwargs)
+        output = _call_in_mode(func, args, kwargs)
         if isinstance(output, Tensor):
             moved = self._moved(func, args, tensor, order, output)
             if moved is None:
@@ -505,11 +497,11 @@ class OutputProjection:
         """Return the output of the projection; show what each head adds to it."""
         if self._was_seen:
             self._fault = "multiplies it by several, as those of an adapter: merge it (PEFT: model.merge_adapter())"
-            return call_in_mode(func, args, kwargs)  # type: ignore[no-any-return]
+            return _call_in_mode(func, args, kwargs)  # type: ignore[no-any-return]
         self._was_seen = True
         rows = matrix.reshape(self._z.shape[1], self._z.shape[3], -1)
         added: Tensor = self._part(torch.einsum("bhtw,hwf->bhtf", self._z.to(matrix.dtype), rows))
-        output: Tensor = call_in_mode(func, args, kwargs)
+        output: Tensor = _call_in_mode(func, args, kwargs)
         if not self._part.is_in_path:
             return output
         total = added.sum(1) if bias is None else added.sum(1) + bias
