@@ -384,8 +384,7 @@ def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
 
 def _embeddings(tree: _Tree, outside: list[str]) -> list[str]:
     """Return the embeddings of tokens: the first, and those that share its matrix, as an encoder and a decoder do."""
-    found = [name for name in outside if tree.is_embedding(name)]
-    words = [name for name in found if not _NO_TOKENS.search(name)]
+    words = [name for name in outside if tree.is_embedding(name) and not _NO_TOKENS.search(name)]
     if not words:
         return []
     first = _weight(tree, words[0])
@@ -400,9 +399,7 @@ def _final_norm(tree: _Tree, stack: str, heads: list[str]) -> str | None:
     BERT's blocks end with a norm of their own, and the one of its head comes after a matrix. The order of modules says
     little: OPT has its last norm before its blocks.
     """
-    for above in _and_above(stack):
-        if above == stack:
-            continue
+    for above in [*_and_above(stack)][1:]:
         beside = [name for name in tree.children[above] if name != stack and not _is_below(stack, name)]
         matrices = [name for each in beside for name in tree.holders_in[each]]
         norms = [name for name in beside if _NORM.search(tree.words(name)) and not tree.children[name]]
