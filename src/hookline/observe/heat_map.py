@@ -2,8 +2,8 @@
 
 Users make a `HeatMap` (``hookline.observe.HeatMap``); captures in a notebook show themselves by `heat_maps_of`
 (observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells. Colours, cells and
-pictures are made by tables.py; here are the choices of what is read and drawn (`_matrix`, `_strongest`).
-To draw reads numbers, which waits for the device: no hook may do it while the model runs.
+pictures are made by tables.py; what is read and drawn is chosen here (`_matrix`, `_strongest`). To draw reads numbers,
+which waits for the device: no hook may do it while the model runs.
 """
 
 from __future__ import annotations

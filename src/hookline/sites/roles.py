@@ -3,8 +3,8 @@
 ``targets`` calls `modules_in_role` for a target such as ``"role:resid"``, and `Cache` for ``cache["resid", 3]``. Users,
 ``debug.parity``, ``observe.index`` and an error of ``targets`` call `find_roles` for all of them; the verbs and
 products with ``role=`` and ``layer=`` make a target of these by `with_role`. The parts of an attention module come from
-``attention``. No table of model families is used: the answer comes from which lists,
-matrices and shapes a model has, and from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
+``attention``. No table of model families is used: the answer comes from which lists, matrices and shapes a model has,
+and from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
 
 For a model with other words, add these to one of the regular expressions below. The names of roles are public, and
 ``observe.index`` and ``debug.parity`` ask for some of them: rename none. A place inside of attention is called
