@@ -261,7 +261,7 @@ class Passes:
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 _KINDS: Final = ("forward", "backward", "param", "param_grad")
-MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
+_MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
 """The kinds that hooks on modules see."""
 
 
@@ -455,7 +455,7 @@ class WatchSites:
 
         With ``lenient`` it is enough that either answers to ``target``.
         """
-        modules = [kind for kind in kinds if kind in MODULE_KINDS]
+        modules = [kind for kind in kinds if kind in _MODULE_KINDS]
         chosen: list[Named] = []
         if modules:
             try:
@@ -468,7 +468,7 @@ class WatchSites:
         for kind in modules:
             made = ModuleStatsHook(self._engine, self._model, kind, self._passes, self.scale)
             places += self._hooks.setdefault(kind, made).add(chosen)
-        if set(kinds) - set(MODULE_KINDS):
+        if set(kinds) - set(_MODULE_KINDS):
             places += self._choose_parameters(target, exclude, kinds, required=not modules)
         return places
 
@@ -500,7 +500,7 @@ class WatchSites:
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
             call: Any = hook.forward if kind == "forward" else hook.backward
-            attachment = new_attachment(call, MODULE_KINDS[kind], AttachOptions(observe=True, name="watch"))
+            attachment = new_attachment(call, _MODULE_KINDS[kind], AttachOptions(observe=True, name="watch"))
             # In a graph unless statistics per unit, which need the tensor itself, are asked for; or thresholds with
             # scaled gradients, as the scale of the moment is not known in the graph.
             is_scaled = kind == "backward" and self._scaler is not None

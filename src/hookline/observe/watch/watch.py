@@ -32,7 +32,7 @@ from hookline.messages import type_name
 from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.hooks import OptimizerSteps, Passes, Steps, WatchSites, checked_kinds
 from hookline.observe.watch.ranks import RankStats, rank_in_words
-from hookline.observe.watch.row import Layout, table_of
+from hookline.observe.watch.row import FIRES, Layout, table_of
 from hookline.phases import During, phase, validate_phases
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.targets import check_model
@@ -217,7 +217,7 @@ class Watch(ShownAsTable):
         In a distributed run these are the counts of this rank; no other is asked.
         """
         places, rows, _ = self._snapshot()
-        fired = {place: int(count) for place, count in zip(places, rows[:, 0], strict=True)}
+        fired = {place: int(count) for place, count in zip(places, rows[:, FIRES], strict=True)}
         quiet = [place for place, count in fired.items() if place.silent or not count]
         return {
             "step": self.step_is,
