@@ -215,6 +215,16 @@ def test_a_heat_map_with_names_is_a_table_of_numbers() -> None:
     assert range_of_all in found._repr_html_()
 
 
+def test_names_of_a_large_heat_map_are_those_of_what_is_drawn() -> None:
+    """Of 2 Mi numbers every second row and column is read: names are given for all, and rows without keep numbers."""
+    values, columns = torch.zeros(512, 4096), [f"c{index}" for index in range(4096)]
+    lines = str(hl.observe.HeatMap(values, columns=columns)).splitlines()
+    assert [*lines[0].split()[:2], lines[3].split()[0]] == ["c0", "c2", "2"]
+    assert "one in 2 of its rows and columns" in lines[-1]
+    with pytest.raises(hl.errors.OptionError, match=r"2048 names.* 4096 columns"):
+        hl.observe.HeatMap(values, columns=columns[::2])
+
+
 def test_a_captured_module_shows_outputs_and_gradients_or_why_not() -> None:
     """A tensor that was changed in place since is not drawn: what is there now is not what flowed."""
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))

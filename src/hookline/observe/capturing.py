@@ -9,7 +9,8 @@ read `Cache`, `Captured` and `CapturedCall` by the names of their attributes: ch
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With
 inputs or gradients it is opened before the forward, which may change its inputs in place. A gradient finds its call by
-step and number, so calls must be counted as gradient hooks count them.
+step and number, so calls must be counted as gradient hooks count them. A new option about what is kept of a tensor is a
+field of `ValueStore`, where `_is_plain` has to know of it; one about which calls are kept, of `CaptureRecorder`.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -18,7 +19,6 @@ step and number, so calls must be counted as gradient hooks count them.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import defaultdict
@@ -70,10 +70,6 @@ class StoredValue(NamedTuple):
     """The structure as the module had it; lists and dicts are copies, since the model may go on filling its own."""
     borrowed: tuple[tuple[Tensor, int], ...] = ()
     """Tensors whose memory is shared with the model, each with the version it had."""
-
-    def changed(self) -> list[Tensor]:
-        """Return the borrowed tensors that were changed in place since."""
-        return [tensor for tensor, version in self.borrowed if tensor._version != version]
 
 
 @dataclass(eq=False)
@@ -225,14 +221,12 @@ class CapturedCall:
     @property
     def inputs(self) -> tuple[Any, ...]:
         """The positional arguments, as the module got them."""
-        found: tuple[Any, ...] = self._read(self._taken("inputs"), "input")
-        return found
+        return tuple(self._given("inputs"))
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments."""
-        found: dict[str, Any] = self._read(self._taken("kwargs"), "input")
-        return found
+        return dict(self._given("kwargs"))
 
     @property
     def grad(self) -> Any:
@@ -261,14 +255,16 @@ class CapturedCall:
         for kept in (*self.values.values(), *(self.gradients or ())):
             yield from tensors_of(kept.value)
 
-    def _taken(self, key: str) -> StoredValue:
+    def _given(self, key: str) -> Any:
         if key not in self.values:
             raise CaptureError(f"The inputs of {self.name!r} were not captured: hl.capture(..., inputs=True).")
-        return self.values[key]
+        return self._read(self.values[key], "input")
 
     def _read(self, kept: StoredValue, what: str) -> Any:
         self._wait()
-        for tensor in kept.changed():
+        for tensor, version in kept.borrowed:
+            if tensor._version == version:
+                continue
             as_by = ", as nn.ReLU(inplace=True) does" if what != "gradient" else ""
             raise CaptureError(
                 f"The {what} of {self.name!r}, shape {tuple(tensor.shape)}, was changed in place after it was "
@@ -352,7 +348,7 @@ class Captured:
         )
 
     def __repr__(self) -> str:
-        return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
+        return f"<Captured {self.name!r}, {counted(len(self.calls), 'call')}>"
 
     def _repr_html_(self) -> str:
         more = line(f"… and {len(self.calls) - _MAX_CALLS:,} more calls") if len(self.calls) > _MAX_CALLS else ""
@@ -564,7 +560,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
     """
 
-    def __init__(self, recorder: CaptureRecorder, model: Callable[[], nn.Module | None] = lambda: None) -> None:
+    def __init__(self, recorder: CaptureRecorder, model: weakref.ref[nn.Module]) -> None:
         self._recorder = recorder
         self._model = model
         self._calls = recorder.calls
@@ -574,8 +570,8 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         """Whether ``stop=True`` has ended the block: what came after the model's call in it was not run."""
         self.handles: dict[Kind, HookHandle] = {}
         """The hooks, one attachment for each kind."""
-        self.reasons: dict[str, Callable[[], str]] = {}
-        """For each module that is to be captured, a function that says why it was not."""
+        self.entries: dict[str, HookAtSite] = {}
+        """The forward hook of each module that is to be captured, by the names under which calls are kept."""
 
     # -- what was captured -------------------------------------------------------------------------------
 
@@ -592,7 +588,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def __getitem__(self, name: str | tuple[str, int]) -> Captured:
         if isinstance(name, tuple):
             name = self._in_role(name)
-        elif name not in self._calls and name not in self.reasons:
+        elif name not in self.entries:
             name = self._resolve(name)
         return Captured(self._why_none, name, tuple(self._calls.get(name, ())))
 
@@ -629,7 +625,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         if len(place) != 2 or not isinstance(place[0], str) or not isinstance(place[1], Integral):
             raise NoMatchError(f"A cache is read by name, or by role and block: cache['resid', 3]; got {place!r}.")
         named = self._with_role(*place)
-        if not named or (named[0][0] not in self._calls and named[0][0] not in self.reasons):
+        if not named or named[0][0] not in self.entries:
             what = f"{named[0][0]!r}, the {place[0]} of block {place[1]}," if named else f"Block {place[1]}"
             raise NoMatchError(f"{what} was not captured: capture(model, role={place[0]!r}).")
         return named[0][0]
@@ -649,7 +645,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def _table(self) -> Table:
         calls = dict(self._calls)
         if not calls:
-            return Table(title=f"Cache of {counted(len(self.reasons), 'module')}, none captured yet")
+            return Table(title=f"Cache of {counted(len(self.entries), 'module')}, none captured yet")
         rows = [_cells(*item) for item in calls.items()]
         num_calls = counted(sum(map(len, calls.values())), "call")
         foot = [f"{counted(len(calls), 'module')}, {num_calls}, {size_text(self.bytes)}"]
@@ -714,19 +710,30 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     # -- inside ------------------------------------------------------------------------------------------
 
     def _why_none(self, name: str) -> str:
-        return self.reasons[name]()
+        """Return why nothing was captured of a module."""
+        entry = self.entries[name]
+        attachment = entry.attachment
+        if name in self._recorder.left_out:
+            return NO_NUMBERS
+        if entry.counter.step <= entry.step_at_attach and not entry.fired:
+            return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
+        if entry.fired:
+            return (
+                "no call was made in the thread, or asyncio task, that opened the capture; scope='process' captures "
+                "those of others too, and cache.clear() forgets"
+            )
+        return likely_cause(entry, attachment)
 
     def _resolve(self, name: str) -> str:
         """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""
         model = self._model()
-        known = {**self.reasons, **self._calls}
         if model is not None and isinstance(name, str):
             with suppress(AttributeError):
                 meant = submodule(model, name)
-                for other in known:
+                for other in self.entries:
                     if ":" not in other and submodule(model, other) is meant:
                         return other
-        near = nearest_names(str(name), known)
+        near = nearest_names(str(name), self.entries)
         hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
 
@@ -870,19 +877,4 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
         attach(Kind.BACKWARD_PRE, recorder.take_grads)
     for entry in attach(Kind.FORWARD, _stand_in, "o").entries:
         entry.hook = recorder.end_hook(entry)
-        cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
-
-
-def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
-    """Return why nothing was captured."""
-    attachment = entry.attachment
-    if entry.name in recorder.left_out:
-        return NO_NUMBERS
-    if entry.counter.step <= entry.step_at_attach and not entry.fired:
-        return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
-    if entry.fired:
-        return (
-            "no call was made in the thread, or asyncio task, that opened the capture; scope='process' captures "
-            "those of others too, and cache.clear() forgets"
-        )
-    return likely_cause(entry, attachment)
+        cache.entries[entry.name] = entry

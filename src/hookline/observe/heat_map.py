@@ -1,8 +1,9 @@
 """Draw numbers as a heat map for a notebook: a tensor, or a table with names.
 
 Users make a `HeatMap` (``hookline.observe.HeatMap``); captures in a notebook show themselves by `heat_maps_of`
-(observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells (tables.py).
-To draw reads numbers, which waits for the device: no hook may do it while the model runs.
+(observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells. Colours, cells and
+pictures are made by tables.py; what is read and drawn is chosen here (`_matrix`, `_strongest`). To draw reads numbers,
+which waits for the device: no hook may do it while the model runs.
 """
 
 from __future__ import annotations
@@ -62,32 +63,29 @@ class HeatMap(ShownAsTable):
         vmax: float | None = None,
     ) -> None:
         tensor = values if isinstance(values, Tensor) else _as_tensor(values)
-        matrix, note = _matrix(tensor)
-        for names, count, what in ((rows, len(matrix), "rows"), (columns, matrix.shape[1], "columns")):
-            if len(names) not in (0, count):
-                raise OptionError(f"{what}= has {len(names)} names, and the heat map has {count} {what}.")
-        self._matrix, self._names = matrix, ([*map(str, rows)], [*map(str, columns)])
+        matrix, drawn_rows, drawn_columns, note = _matrix(tensor)
+        self._matrix = matrix
+        self._has_names = len(rows) + len(columns) > 0
+        self._rows = _labels("rows", rows, drawn_rows)
+        self._columns = _labels("columns", columns, drawn_columns)
         self._scale = _scale_of(matrix, vmin, vmax)
-        self._range = _range_of(matrix)
-        self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", self._range)))
-        self._title = title
+        span = _range_of(matrix)
+        self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", span)))
+        self._title, self._foot = title, f"numbers{note}: {span}"
 
     def _table(self) -> Table:
-        rows, columns = self._names
-        if not rows and not columns:
+        if not self._has_names:
             return Table(title=self._words)
-        rows = rows or [*map(str, range(len(self._matrix)))]
-        columns = columns or [*map(str, range(self._matrix.shape[1]))]
-        cells = [[name, *(f"{x:.3g}" for x in row[:_MAX_NAMED])] for name, row in zip(rows, self._matrix, strict=True)]
-        foot = [f"… and {len(columns) - _MAX_NAMED} more columns"] if len(columns) > _MAX_NAMED else []
-        header = ["", *columns[:_MAX_NAMED]]
-        foot.append(f"numbers: {self._range}")
+        rows = zip(self._rows, self._matrix, strict=True)
+        cells = [[str(name), *(f"{x:.3g}" for x in row[:_MAX_NAMED])] for name, row in rows]
+        more = len(self._columns) - _MAX_NAMED
+        foot = [f"… and {more} more columns", self._foot] if more > 0 else [self._foot]
+        header = ["", *map(str, self._columns[:_MAX_NAMED])]
         return Table(header, cells, range(1, len(header)), self._title, foot, most=_MAX_ROWS, heat=self._scale)
 
     def _repr_html_(self) -> str:
-        behind_text = any(self._names)
-        colours = "" if self._scale is None else legend(self._scale, behind_text=behind_text)
-        if behind_text:
+        colours = "" if self._scale is None else legend(self._scale, behind_text=self._has_names)
+        if self._has_names:
             return self._table().html() + colours
         scale = self._scale or ColourScale(-1, 1)
         shares = [[scale.share(number) for number in row] for row in _strongest(self._matrix).tolist()]
@@ -112,8 +110,15 @@ def _as_tensor(values: Any) -> Tensor:
         raise OptionError(f"A heat map takes numbers in rows, got {type_name(values)} ({error}).") from None
 
 
-def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], str]:
-    """Return the numbers that are drawn, in two dimensions, and a note which part of ``tensor`` they are."""
+def _labels(what: str, names: Sequence[Any], drawn: range) -> Sequence[Any]:
+    """Return the names of the rows or columns that are drawn, or their numbers; ``names`` has one for each or none."""
+    if len(names) not in (0, drawn.stop):
+        raise OptionError(f"{what}= has {len(names)} names, and the heat map has {drawn.stop} {what}.")
+    return [*names][:: drawn.step] if len(names) else drawn
+
+
+def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], range, range, str]:
+    """Return the numbers that are drawn, which rows and columns they are, and a note which part of ``tensor``."""
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     real = tensor.detach() if whole and tensor.layout is torch.strided and not tensor.is_meta else countable(tensor)
     if real is None or not real.numel():
@@ -123,10 +128,10 @@ def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], str]:
         flat = real[(0,) * leading] if leading > 0 else real.reshape(1, -1) if leading < 0 else real
         note = f", [{', '.join(['0'] * leading)}]" if leading > 0 and real.shape[:leading].numel() > 1 else ""
         stride = math.ceil(math.sqrt(max(1, flat.numel() / _MAX_READ)))
-        if stride > 1:
-            flat, note = flat[::stride, ::stride], f"{note}, one in {stride} of its rows and columns"
-        numbers: NDArray[np.float64] = flat.to(device="cpu", dtype=torch.float64).numpy()
-    return numbers, note
+        rows, columns = (range(0, size, stride) for size in flat.shape)
+        note += f", one in {stride} of its rows and columns" if stride > 1 else ""
+        numbers: NDArray[np.float64] = flat[::stride, ::stride].to(device="cpu", dtype=torch.float64).numpy()
+    return numbers, rows, columns, note
 
 
 def _strongest(matrix: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,8 +1,9 @@
 """Read ``index=``, the part of a tensor to capture or patch, as between the brackets of a tensor.
 
-``capture`` and edits call `parse_index` with what a user wrote; when a module is called, edits and the recorder of
-captures ask `TokenAxes` before they cut. That may happen while the compiler traces: what is not tensor code there has
-to be `constant_while_tracing`.
+``capture`` (capturing.py) and edits (patching.py) call `parse_index` with what a user wrote, and make a `TokenAxes` for
+the model; when a module is called, they ask that before they cut. That may happen while the compiler traces: what is
+not tensor code there has to be `constant_while_tracing`. A new kind of item needs a case in `_parse_item`, in
+`index_text`, and in `EditIndex` of patching.py, if tensors are made of it; captures give items to torch as they are.
 
     >>> parse_index((0, range(3)))
     (0, tensor([0, 1, 2]))

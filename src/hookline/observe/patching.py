@@ -10,7 +10,7 @@ function of this file with what it was given, and may be for a part of the activ
 Nothing may be changed in place: containers on the way to a tensor are copied, as a module may keep the dict it returns,
 and its caller the one it passes. All that runs in a call can be traced into a compiled graph: it waits for no number of
 a tensor, and texts of errors come from functions that are `constant_while_tracing`. A new edit is a maker (like
-`scale`) with its function (like `_scaled`), a name in `_MAKERS`, and a line in hookline/edits.py.
+`scale`) with its function (like `_scaled`), a name in `_MAKERS`, and one in both lists of hookline/edits.py.
 
     >>> last = EditIndex((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
@@ -21,7 +21,6 @@ a tensor, and texts of errors come from functions that are `constant_while_traci
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import Layers, with_role
-from hookline.sites.signature import HookTraits, hook_name
+from hookline.sites.signature import HookTraits, check_call, hook_name
 from hookline.sites.targets import check_model, choose, describe, named_modules
 from hookline.tree import main_tensor, put_in
 
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 
 _USUAL_INPUT: Final = "hidden_states"
 """The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
-_FORWARD_PRE: Final = Kind.FORWARD_PRE
 _ATTACH: Final = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
 
 
@@ -83,7 +81,7 @@ def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
 
 def site_text(site: Where) -> str:
     """Return, for messages, which activation an edit at ``site`` changes: "the output of 'layers.0'"."""
-    side = "input" if site.kind is _FORWARD_PRE else "output"
+    side = "input" if site.kind is Kind.FORWARD_PRE else "output"
     return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
 
 
@@ -380,10 +378,8 @@ class Edit:
 
 def _broadcasts(value: Tensor, part: Tensor) -> bool:
     """Return whether ``value`` broadcasts to ``part``, without making it larger."""
-    if value.dim() > part.dim():
-        return False
-    offset = part.dim() - value.dim()
-    return all(size in (1, part.shape[offset + dim]) for dim, size in enumerate(value.shape))
+    sizes = zip(reversed(value.shape), reversed(part.shape), strict=False)
+    return value.dim() <= part.dim() and all(size in (1, whole) for size, whole in sizes)
 
 
 @_torch.constant_while_tracing
@@ -665,6 +661,7 @@ def _mean_of(tensors: list[Tensor], name: str) -> Tensor:
 # -- functions as edits ----------------------------------------------------------------------------------------------
 
 _MAKERS: Final = (ablate, mean_ablate, replace, scale, steer, swap)
+_CALLED_AS: Final = "edit(activation), with site= where it declares a keyword-only site"
 _RETURN: Final = "Return the new tensor, or the one that was given to leave it as it is."
 _SAME: Final = "Return a tensor of the shape that was given, or use hookline.attach, whose hooks may return anything."
 
@@ -680,7 +677,8 @@ def as_edit(given: Any, target: Any) -> Edit:
             f"The edit for {describe(target)} is {what}: give an edit (ablate(), scale(0.5), replace(tensor), …), or a "
             "function of the activation."
         )
-    wants_site = _check_function(given, target)
+    why = f"cannot be the edit for {describe(target)}: it is called as {_CALLED_AS}"
+    wants_site = check_call(given, ["output"], why, "A hook of module, args and output goes to hookline.attach.")
     return Edit(hook_name(given), _call_function, [given], wants_site=wants_site)
 
 
@@ -698,25 +696,6 @@ def _call_function(edit: Edit, part: Tensor, x: Tensor, site: Where, function: C
 @_torch.constant_while_tracing
 def _kind_of(cls: type) -> str:
     return cls.__name__ if cls is type(None) else f"a {cls.__name__}"
-
-
-def _check_function(function: Any, target: Any) -> bool:
-    """Return whether ``function`` declares ``site``; raise unless it can be called with an activation."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return False  # some built-ins have none
-    site = signature.parameters.get("site")
-    wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
-    try:
-        signature.bind("output", **({"site": None} if wants_site else {}))
-    except TypeError as error:
-        raise HookSignatureError(
-            f"{hook_name(function)}{signature} cannot be the edit for {describe(target)}: it is called as "
-            f"edit(activation), with site= where it declares a keyword-only site ({error}). A hook of module, args and "
-            "output goes to hookline.attach."
-        ) from None
-    return wants_site
 
 
 # -- the verb ------------------------------------------------------------------------------------------------------
@@ -788,7 +767,7 @@ def patch(
         raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}.")
     if role is not None or layer is not None:
         edits = _for_role(edits, role, layer)
-    if type(edits) is not dict and not isinstance(edits, Mapping):
+    if not isinstance(edits, Mapping):
         takes = "a mapping, such as {'layers.3': ablate()}, or one edit with role="
         raise OptionError(f"patch() takes {takes}, got {type_name(edits)}.")
     if not edits:

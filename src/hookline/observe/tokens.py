@@ -3,9 +3,9 @@
 Engines make the table: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM, and
 factories/served_batch.py for SGLang. Their `Session` calls `set_tokens` at the beginning and end of a forward (vLLM's
 extension itself, too). Hooks of one request (engines/live_hooks.py) and probes run parts in ``serving(table)``; exports
-run whole forwards in it, with a table of their own. Factories, hidden states, traces and hooks of one request ask
-`current_tokens`, which is None elsewhere. What the table says is on the host, and no method may wait for a device, as
-every layer asks.
+run whole forwards in it, with a table of their own. Factories, hidden states, traces, hooks of one request and our
+server's check of batches (serve/served_model.py) ask `current_tokens`, which is None elsewhere. What the table says is
+on the host, and no method may wait for a device, as every layer asks.
 
     >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
     >>> with serving(table):

@@ -17,15 +17,17 @@ and attention has no dropout there.
 
 The compiler traces all that runs in a call. A new part is a name in `PARTS`, an attribute in `AttentionParts.__init__`
 (in the same order), a call in `AttentionParts.attend`, and for vLLM one in `_forward_by_token`, which does not go by
-``attend``, or a refusal in `AttentionParts.set_hooked`.
+``attend``, or a refusal in `AttentionParts.set_hooked`. The docs of ``role=`` (`attach`, `capture`, docs/roles.md) list
+the parts.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +78,7 @@ class AttentionPart(nn.Module):
 
 def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
     """Return the parts of an attention module by name, the same ones for as long as anybody has one of them."""
-    known = _KNOWN.get(module)
-    found = None if known is None else known()
+    found = _KNOWN.get(module, lambda: None)()
     if found is None:
         found = AttentionParts(module)
         _KNOWN[module] = weakref.ref(found)
@@ -87,72 +88,64 @@ def parts_of(module: nn.Module) -> dict[str, AttentionPart]:
 def hooked_parts(module: nn.Module) -> dict[str, AttentionPart]:
     """Return the parts of a module that have hooks."""
     found = module.__dict__.get(_PARTS)
-    known = found.by_name if found is not None and found.is_of(module) else {}
-    return {name: part for name, part in known.items() if part.has_hooks}
+    if found is None or found.module() is not module:  # those of a module around it
+        return {}
+    return {name: part for name, part in found.by_name.items() if part.has_hooks}
 
 
 class AttentionParts:
     """The parts of one attention module, and the call in which they are."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.by_name = {name: AttentionPart(self) for name in PARTS}
         self.q, self.k, self.v, self.pattern, self.z, self.attn_out = self.by_name.values()
-        self._hooked: set[AttentionPart] = set()
-        self._give_back: Any = None
+        self._give_back: Callable[[], Any] = lambda: None
         """Gives up the interface of ``transformers`` (`_count_interface`), once, also when the module is gone."""
         self.goes_by_interface = False
         """Whether the function is called with the module, and so finds the parts by itself."""
         self.calls = 0
         """How often the attention function was called; in threads at once perhaps less, and never less than once."""
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether these are the parts of ``module``, and not of one around it."""
-        return self._module() is module
-
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def set_hooked(self, part: AttentionPart, *, hooked: bool) -> None:
-        """Note that a part has hooks, or has none: the first part with hooks switches all on, the last one off."""
-        module, had = self._module(), bool(self._hooked)
-        if hooked and module is not None and part in (self.pattern, self.attn_out) and _served_layer(module):
+        """Switch all on before the first part gets hooks, and off when the last one has lost its own."""
+        module = self.module()
+        if module is None or hooked is part.has_hooks:
+            return
+        if hooked and part in (self.pattern, self.attn_out) and _served_layer(module):
             raise UnhookableError("The attention of vLLM has its own kernels: q, k, v and z work, no pattern.")
-        (self._hooked.add if hooked else self._hooked.discard)(part)
-        if module is not None and bool(self._hooked) is not had:
-            (self._switch_off if had else self._switch_on)(module)
+        if not any(each.has_hooks for each in self.by_name.values() if each is not part):
+            (self._switch_on if hooked else self._switch_off)(module)
 
     def _switch_on(self, module: nn.Module) -> None:
         callers = _callers_in(module)
         if any(_PARTS in inner.__dict__ for inner in callers):
-            self._hooked.clear()
             raise UnhookableError(
                 f"{type(module).__name__} shares its attention with another module that has hooks inside of it."
             )
         if any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules()):  # not even called at times
-            self._hooked.clear()
             raise UnhookableError(_BY_ITSELF.format("nn.MultiheadAttention"))
         layer = _served_layer(module)
         kind = next(filter(None, map(_own_interface_of, module.modules())), None) if layer is None else None
         self.goes_by_interface = kind is not None
         for inner in callers:
             inner.__dict__[_PARTS] = self
-        self._bind(module if layer is None else layer, _forward if layer is None else _forward_by_token)
+        called, forward = (module, _forward) if layer is None else (layer, _forward_by_token)
+        recompile_guard.set_own_forward(called, wanted=False)
+        own = called.__dict__.get("forward")
+        if _OWN not in called.__dict__:  # else ours is there, below that of somebody else, which calls it
+            recompile_guard.bind_forward(called, forward)
+            called.__dict__[_OWN] = own
         if kind is not None:
             _count_interface(kind, 1)
             self._give_back = weakref.finalize(module, _count_interface, kind, -1)
 
-    def _bind(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        recompile_guard.set_own_forward(module, wanted=False)
-        own = module.__dict__.get("forward")
-        if _OWN not in module.__dict__:  # else ours is there, below that of somebody else, which calls it
-            recompile_guard.bind_forward(module, forward)
-            module.__dict__[_OWN] = own
-
     def _switch_off(self, module: nn.Module) -> None:
         for inner in _callers_in(module):
             inner.__dict__.pop(_PARTS, None)
-        if self._give_back is not None:
-            self._give_back()
+        self._give_back()
         module = _served_layer(module) or module
         ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
         if ours not in (_forward, _forward_by_token):
@@ -169,6 +162,12 @@ class AttentionParts:
         return type(None), ()
 
     # -- one call ----------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch; attention goes through the parts."""
+        if func is scaled_dot_product_attention:
+            return _attend(self, func, *args, **kwargs)
+        return _call_in_mode(func, args, kwargs)
 
     def attend(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any, weigh: Any) -> Tensor:
         """Return the output of attention, (batch, heads, tokens, width), with everything through its part.
@@ -194,7 +193,7 @@ class AttentionParts:
             if self.pattern.is_in_path:
                 z = pattern.to(value.dtype) @ _repeated(value, query)
         read: Tensor = self.z(z)
-        # The `FollowHeads` around knows a tensor viewed as itself for what it is to follow, in compiled code too.
+        # The `OutputProjection` around knows a tensor viewed as itself for what it is to follow, in compiled code too.
         return read.view_as(read) if self.attn_out.has_hooks else read
 
 
@@ -220,8 +219,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _own_forward(module, args, kwargs)
     before = parts.calls
     projection = OutputProjection(type(module).__name__, parts.attn_out) if parts.attn_out.has_hooks else None
-    following = nullcontext() if projection is None else FollowHeads(projection)
-    with following, nullcontext() if parts.goes_by_interface else _Attending(parts):
+    following = nullcontext() if projection is None else _CallsBy(projection)
+    with following, nullcontext() if parts.goes_by_interface else _CallsBy(parts):
         output = _own_forward(module, args, kwargs)
     if parts.calls == before and getattr(module, _PARTS, None) is parts:  # else the hooks have come off meanwhile
         raise UnhookableError(_BY_ITSELF.format(type(module).__name__))
@@ -239,17 +238,22 @@ def _own_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 # -- scaled_dot_product_attention ----------------------------------------------------------------------------------
 
 
-class _Attending(TorchFunctionMode):
-    """Let ``scaled_dot_product_attention`` pass through the parts while the block lasts."""
+class _CallsBy(TorchFunctionMode):
+    """Have an object call all functions of torch while the block lasts, by its ``call``."""
 
-    def __init__(self, parts: AttentionParts) -> None:
+    def __init__(self, caller: AttentionParts | OutputProjection) -> None:
         super().__init__()
-        self._parts = parts
+        self._caller = caller
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
-            return call_in_mode(func, args, kwargs or {})
-        return _attend(self._parts, func, *args, **(kwargs or {}))
+        return self._caller.call(func, args, kwargs or {})
+
+
+def _call_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function that a mode was given."""
+    if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
+        return args[0].unflatten(*args[1:], **kwargs)
+    return func(*args, **kwargs)
 
 
 def _attend(
@@ -276,9 +280,10 @@ def _attend(
 
 # -- the attention interface of transformers -----------------------------------------------------------------------
 
-_USERS: Final[dict[type, int]] = {}
-"""Classes of interfaces whose ``get_interface`` is ours now, with how many modules need it."""
-_ORIGINAL: Final[dict[type, Any]] = {}
+_USERS: Final[Counter[type]] = Counter()
+"""How many modules need the ``get_interface`` of a class of interfaces to be ours."""
+_REPLACED: Final[dict[type, tuple[Any, Any]]] = {}
+"""The ``get_interface`` that a class had, and ours, for as long as that is needed."""
 
 
 def _own_interface_of(module: nn.Module) -> type | None:
@@ -292,14 +297,13 @@ def _own_interface_of(module: nn.Module) -> type | None:
 
 def _count_interface(kind: type, change: int) -> None:
     """Have an interface hand out functions that know parts, for as long as a module needs it."""
-    count = _USERS[kind] = _USERS.get(kind, 0) + change
-    if change > 0 and count == 1:
+    _USERS[kind] += change
+    if kind not in _REPLACED:
         original = vars(kind)[_INTERFACE]
-        ours = _handing_out(original)
-        _ORIGINAL[kind] = original, ours
-        setattr(kind, _INTERFACE, ours)
-    elif not count:
-        original, ours = _ORIGINAL.pop(kind)
+        _REPLACED[kind] = original, _handing_out(original)
+        setattr(kind, _INTERFACE, _REPLACED[kind][1])
+    elif not _USERS[kind]:
+        original, ours = _REPLACED.pop(kind)
         if vars(kind).get(_INTERFACE) is ours:  # else somebody has put another in front, which calls ours
             setattr(kind, _INTERFACE, original)
 
@@ -330,8 +334,6 @@ def _attend_by_interface(
         return output.transpose(1, 2)  # type: ignore[no-any-return]  # (batch, tokens, heads, width) in all of them
 
     def weigh(query: Tensor, key: Tensor) -> Tensor:
-        mask = args[0] if args else kwargs.get("attention_mask")
-        is_causal = kwargs.get("is_causal")
         if "flash" in str(implementation) or "flex" in str(implementation):
             raise UnhookableError(
                 f"The pattern cannot be computed beside {implementation}, whose mask is of another form. Make the "
@@ -339,18 +341,15 @@ def _attend_by_interface(
             )
         if kwargs.get("s_aux") is not None:
             raise UnhookableError("This model has attention sinks, for which there is no pattern; q, k, v and z work.")
-        return _pattern(
-            query,
-            key,
-            kwargs.get("scaling", args[1] if len(args) > 1 else None),
-            mask,
-            is_causal=implementation != "eager"
-            and mask is None
-            and query.shape[2] > 1
-            and (getattr(module, "is_causal", True) if is_causal is None else is_causal),
-            bias=kwargs.get("position_bias"),
-            softcap=kwargs.get("softcap"),
-        )
+        mask = args[0] if args else kwargs.get("attention_mask")
+        scale = kwargs.get("scaling", args[1] if len(args) > 1 else None)
+        is_causal = kwargs.get("is_causal")
+        if implementation == "eager" or mask is not None or query.shape[2] < 2:
+            is_causal = False
+        elif is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        bias, softcap = kwargs.get("position_bias"), kwargs.get("softcap")
+        return _pattern(query, key, scale, mask, is_causal=is_causal, bias=bias, softcap=softcap)
 
     z = parts.attend(run, tensors, weigh)
     return (z.transpose(1, 2), *rest)
@@ -376,12 +375,10 @@ def _forward_by_token(layer: Any, query: Tensor, key: Any, value: Any, *args: An
             return None
         return part(tensor.reshape(len(tensor), heads, -1)).reshape(tensor.shape)
 
-    given = (
-        through(parts.q, query, layer.num_heads),
-        through(parts.k, key, layer.num_kv_heads),
-        through(parts.v, value, layer.num_kv_heads),
-    )
-    return through(parts.z, _own_forward(layer, (*given, *args), kwargs), layer.num_heads)
+    query = through(parts.q, query, layer.num_heads)
+    key = through(parts.k, key, layer.num_kv_heads)
+    value = through(parts.v, value, layer.num_kv_heads)
+    return through(parts.z, _own_forward(layer, (query, key, value, *args), kwargs), layer.num_heads)
 
 
 # -- the pattern ---------------------------------------------------------------------------------------------------
@@ -438,30 +435,6 @@ _RESHAPES: Final = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, 
 _PRODUCTS: Final = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
 
-def call_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function that a mode was given."""
-    if func is Tensor.unflatten:  # which the compiler cannot call by this name in a mode
-        return args[0].unflatten(*args[1:], **kwargs)
-    return func(*args, **kwargs)
-
-
-class FollowHeads(TorchFunctionMode):
-    """Show all functions that are called while the block lasts to an `OutputProjection`."""
-
-    def __init__(self, projection: OutputProjection) -> None:
-        super().__init__()
-        self._projection = projection
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._projection.call(func, args, kwargs or {})
-
-
-class _Followed(NamedTuple):
-    tensor: Tensor
-    order: _Order
-    """Where its dimensions are in (batch, heads, tokens, width)."""
-
-
 class OutputProjection:
     """Find the matrix behind the heads in one forward of an attention module, and what each head adds by it."""
 
@@ -470,7 +443,8 @@ class OutputProjection:
         self._part = part
         """The `AttentionPart` that is shown what heads add."""
         self._z: Any = None
-        self._followed: list[_Followed] = []
+        self._followed: list[tuple[Tensor, _Order]] = []
+        """What became of that tensor, each with where its dimensions are in (batch, heads, tokens, width)."""
         self._was_seen = False
         self._fault = ""
         """What the model does with the heads after which one head cannot be told from the others. It is raised when the
@@ -479,21 +453,22 @@ class OutputProjection:
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function; note what becomes of the tensor that is followed."""
         if func is Tensor.view_as and args[1:] and args[0] is args[1]:  # at the end of `AttentionParts.attend`
-            self._z, self._followed, self._was_seen = args[0], [_Followed(args[0], (0, 1, 2, 3))], False
+            self._z, self._followed, self._was_seen = args[0], [(args[0], (0, 1, 2, 3))], False
             return args[0]
-        found = [each for each in self._followed if any(each.tensor is given for given in (*args, *kwargs.values()))]
+        found = [each for each in self._followed if any(each[0] is given for given in (*args, *kwargs.values()))]
         if not found:
-            return call_in_mode(func, args, kwargs)
+            return _call_in_mode(func, args, kwargs)
+        tensor, order = found[0]
         product = _product(func, args, kwargs)
-        if product is not None and product[0] is found[0].tensor and found[0].order == _FLAT:
+        if product is not None and product[0] is tensor and order == _FLAT:
             return self._projected(func, args, kwargs, *product[1:])
-        output = call_in_mode(func, args, kwargs)
+        output = _call_in_mode(func, args, kwargs)
         if isinstance(output, Tensor):
-            order = self._moved(func, args, found[0], output)
-            if order is None:
+            moved = self._moved(func, args, tensor, order, output)
+            if moved is None:
                 self._fault = f"computes with it ({getattr(func, '__name__', func)}) beside its output projection"
             else:
-                self._followed.append(_Followed(output, order))
+                self._followed.append((output, moved))
         return output
 
     def check(self) -> None:
@@ -504,9 +479,8 @@ class OutputProjection:
                 f"What each head adds is what it reads times a matrix, and {self._name} {fault}. Capture role='z'."
             )
 
-    def _moved(self, func: Any, args: Any, followed: _Followed, output: Tensor) -> _Order | None:
+    def _moved(self, func: Any, args: Any, tensor: Tensor, order: _Order, output: Tensor) -> _Order | None:
         """Return the order of dimensions after a function; None if it does more than to move numbers."""
-        tensor, order = followed
         if func in _SAME or (func in _RESHAPES and output.shape == tensor.shape):
             return order
         if func in _SWAPS and order != _FLAT and len(args) == 3:
@@ -523,11 +497,11 @@ class OutputProjection:
         """Return the output of the projection; show what each head adds to it."""
         if self._was_seen:
             self._fault = "multiplies it by several, as those of an adapter: merge it (PEFT: model.merge_adapter())"
-            return call_in_mode(func, args, kwargs)  # type: ignore[no-any-return]
+            return _call_in_mode(func, args, kwargs)  # type: ignore[no-any-return]
         self._was_seen = True
         rows = matrix.reshape(self._z.shape[1], self._z.shape[3], -1)
         added: Tensor = self._part(torch.einsum("bhtw,hwf->bhtf", self._z.to(matrix.dtype), rows))
-        output: Tensor = call_in_mode(func, args, kwargs)
+        output: Tensor = _call_in_mode(func, args, kwargs)
         if not self._part.is_in_path:
             return output
         total = added.sum(1) if bias is None else added.sum(1) + bias

@@ -1,9 +1,10 @@
 """Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, norm, head, router.
 
 ``targets`` calls `modules_in_role` for a target such as ``"role:resid"``, and `Cache` for ``cache["resid", 3]``. Users,
-``debug.parity`` and ``observe.index`` call `find_roles` for all of them; the verbs and products with ``role=`` and
-``layer=`` make a target of these by `with_role`. No table of model families is used: the answer comes from which lists,
-matrices and shapes a model has, and from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
+``debug.parity``, ``observe.index`` and an error of ``targets`` call `find_roles` for all of them; the verbs and
+products with ``role=`` and ``layer=`` make a target of these by `with_role`. The parts of an attention module come from
+``attention``. No table of model families is used: the answer comes from which lists, matrices and shapes a model has,
+and from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
 
 For a model with other words, add these to one of the regular expressions below. The names of roles are public, and
 ``observe.index`` and ``debug.parity`` ask for some of them: rename none. A place inside of attention is called
@@ -179,7 +180,7 @@ def _roles(model: nn.Module) -> dict[str, list[Named]]:
         "embed": embed,
         "final_norm": [_final_norm(tree, stack, heads) for stack in stacks],
         "unembed": heads,
-        "router": [_router(tree, mlp) for _, mlp in parts],
+        "router": [_router(tree, mlp) for _, mlp in parts if mlp is not None],
     }
     return {role: tree.named(names) for role, names in by_role.items()}
 
@@ -352,10 +353,8 @@ def _mlp(tree: _Tree, block: str, holders: list[str]) -> str:
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
-def _router(tree: _Tree, mlp: str | None) -> str | None:
-    """Return the module of an MLP whose matrix has a row for each expert."""
-    if mlp is None:
-        return None
+def _router(tree: _Tree, mlp: str) -> str | None:
+    """Return the module of an MLP whose matrix has a row for each expert; None if it has none."""
     for name in tree.inside(mlp):
         count = _expert_count(tree, name)
         if count:
@@ -385,8 +384,7 @@ def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
 
 def _embeddings(tree: _Tree, outside: list[str]) -> list[str]:
     """Return the embeddings of tokens: the first, and those that share its matrix, as an encoder and a decoder do."""
-    found = [name for name in outside if tree.is_embedding(name)]
-    words = [name for name in found if not _NO_TOKENS.search(name)]
+    words = [name for name in outside if tree.is_embedding(name) and not _NO_TOKENS.search(name)]
     if not words:
         return []
     first = _weight(tree, words[0])
@@ -401,9 +399,7 @@ def _final_norm(tree: _Tree, stack: str, heads: list[str]) -> str | None:
     BERT's blocks end with a norm of their own, and the one of its head comes after a matrix. The order of modules says
     little: OPT has its last norm before its blocks.
     """
-    for above in _and_above(stack):
-        if above == stack:
-            continue
+    for above in [*_and_above(stack)][1:]:
         beside = [name for name in tree.children[above] if name != stack and not _is_below(stack, name)]
         matrices = [name for each in beside for name in tree.holders_in[each]]
         norms = [name for name in beside if _NORM.search(tree.words(name)) and not tree.children[name]]

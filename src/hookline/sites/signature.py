@@ -1,7 +1,8 @@
 """Check a hook when it is attached, so that a misfit never surfaces in the middle of a run.
 
 ``attach.new_attachment`` calls `examine_hook` for every verb; ``specs``, ``engines.live_hooks`` and ``runs.build``
-call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their own hooks.
+call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their own hooks, and
+``patch`` checks functions as edits by `check_call`.
 
 Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next. Where
 there is no code to read, the answer is the safe one: the hook may return a value, changes tensors in place, and reads
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,22 +63,27 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
             f"{hook_name(hook)} is async or a generator: a call of it runs nothing, as no code would "
             "await or iterate it. Make it a plain function."
         )
+    names = site_type.args[kind]
+    if with_kwargs:
+        names = (*names[:2], "kwargs", *names[2:])
+    return check_call(hook, names, f"cannot be a {kind.value} hook: it is called as hook({', '.join(names)})")
+
+
+def check_call(function: Any, names: Sequence[str], misfit: str, remedy: str = "") -> bool:
+    """Raise unless a function can be called with arguments of these names; tell whether it declares ``site``.
+
+    The error says that the function ``misfit``, why, and what to do about it.
+    """
     try:
-        signature = inspect.signature(hook)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return False  # some built-ins have none; they are taken at their word
     site = signature.parameters.get("site")
     wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
-    names = site_type.args[kind]
-    if with_kwargs:
-        names = (*names[:2], "kwargs", *names[2:])
     try:
         signature.bind(*names, **({"site": None} if wants_site else {}))
     except TypeError as error:
-        raise HookSignatureError(
-            f"{hook_name(hook)}{signature} cannot be a {kind.value} hook: it is called as "
-            f"hook({', '.join(names)}) ({error})."
-        ) from None
+        raise HookSignatureError(f"{hook_name(function)}{signature} {misfit} ({error}). {remedy}".rstrip()) from None
     return wants_site
 
 

@@ -217,3 +217,7 @@ def test_after_an_alarm_compiled_code_looks_closer(monkeypatch: pytest.MonkeyPat
     assert "0/forward/nan" not in first
     assert (second["0/forward/nonfinite"], second["0/forward/nan"], second["0/forward/inf"]) == (1.0, 1.0, 1.0)
     assert second["0/forward/finite_max"] == 1.0
+    with hl.watch(called, "0", on="forward") as off:
+        called(bad)
+    assert off.to_metrics()["0/forward/nonfinite"] == 1.0  # it is told of it, and stays off
+    hl.assert_no_hooks(model)

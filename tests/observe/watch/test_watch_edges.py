@@ -106,7 +106,6 @@ def test_transforms_of_torch_func_go_unwatched_and_undisturbed():
         ({"during": "test"}, hl.errors.OptionError, "during="),
         ({"target": "layers.#"}, hl.errors.NoMatchError, "nearest"),
         ({"target": "0.wait", "on": "param"}, hl.errors.NoMatchError, "0.weight"),
-        ({"optimizer": "adam"}, TypeError, "optimizer"),
         ({"optimizer": []}, hl.errors.OptionError, "optimizer= is an empty list"),
         ({"scaler": 1024.0}, hl.errors.OptionError, r"scaler= takes a torch.amp.GradScaler, got a float"),
     ],
@@ -116,6 +115,16 @@ def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any]
     model = make_model()
     with pytest.raises(error, match=text):
         hl.watch(model, options.pop("target", "*"), **options)
+    hl.assert_no_hooks(model)
+
+
+def test_what_is_no_optimizer_leaves_no_hook_on_the_others_or_the_model():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for product, given in ((hl.watch, [optimizer, model]), (hl.observe.alarm, model)):
+        with pytest.raises(hl.errors.UnhookableError, match="takes a torch"):
+            product(model, optimizer=given)
+    assert not optimizer._optimizer_step_pre_hooks
     hl.assert_no_hooks(model)
 
 

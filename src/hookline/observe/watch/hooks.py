@@ -37,7 +37,7 @@ from hookline.sites.everywhere import attach_everywhere
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
-from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, checked_optimizer
 from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import Named, select
 from hookline.tree import main_of, main_tensor
@@ -80,15 +80,14 @@ class OptimizerSteps:
         listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
             raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
+        optimizers = [] if given is None else [checked_optimizer(each) for each in listed]  # before any has a hook
         for kind, is_before in (("step_pre", True), ("step_post", False)):
             # By a weak reference: a hook on every optimizer must not keep this, a watch and its model alive.
             hook = functools.partial(_tell, weakref.ref(self), is_before)
             if given is None:
                 self._handles.add(attach_everywhere(hook, on=kind, observe=is_before, name="watch"))
-                continue
-            for each in listed:
-                inner = unwrap_optimizer(each)  # hooks are called with the optimizer that is inside a wrapper
-                self._handles.add(attach_optimizer(inner, hook, on=kind, observe=is_before, name="watch"))
+            for each in optimizers:
+                self._handles.add(attach_optimizer(each, hook, on=kind, observe=is_before, name="watch"))
         weakref.finalize(self, self._handles.remove, quiet=True)
 
     def note(self, optimizer: Optimizer) -> None:
@@ -262,7 +261,7 @@ class Passes:
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 _KINDS: Final = ("forward", "backward", "param", "param_grad")
-MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
+_MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
 """The kinds that hooks on modules see."""
 
 
@@ -300,7 +299,7 @@ class ModuleStatsHook(Summary):
         """The modules by name."""
         self._places: dict[int, WatchedPlace] = {}
         """By the identity of these modules, which live as long as the hook is on them."""
-        self._use(engine.layout)
+        self.summarize(engine.layout)
 
     def add(self, sites: list[Named]) -> list[WatchedPlace]:
         """Look at these modules too; return their places."""
@@ -310,14 +309,11 @@ class ModuleStatsHook(Summary):
                 self.sites.append((name, module))
         return [self._places[id(module)] for _, module in sites]
 
-    def _use(self, layout: Layout) -> None:
+    def summarize(self, layout: Layout) -> None:
+        """Have compiled code find what ``layout`` says, from when it is compiled again."""
         self.make = _maker(layout, not self._is_forward)
         # For `Summary`: the same for equal layouts in every process, as the compiler's code on disk has it.
         self.number = zlib.crc32(f"{layout!r} {self._is_forward}".encode())
-
-    def look_closer(self) -> None:
-        """Count NaN and Inf in compiled code on a GPU too, from when it is compiled again."""
-        self._use(self._engine.layout.with_details)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
@@ -403,10 +399,9 @@ class ParameterReader:
         self.at_steps: set[WatchedPlace] = set()
         """The places whose gradients are read at steps; other gradients are read when numbers are asked for."""
 
-    def read(self, scale: Tensor | None) -> None:
+    def read(self, scale: Any) -> None:
         """Take parameters as they are now, and gradients that no step reads; forget what was taken of them before."""
-        found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
-        found += [(slot.place, slot.current(), None) for slot in self.values]
+        found = [(slot.place, slot.current(), None) for slot in self.values]
         others = [slot for slot in self.gradients if slot.place not in self.at_steps]
         found += [(slot.place, _gradient(slot.current()), scale) for slot in others]
         for place, _, _ in found:
@@ -451,9 +446,8 @@ class WatchSites:
         self._scaler = scaler
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
-        """The hooks on modules."""
+        """The hooks on modules; none while they are off."""
         self.parameters = ParameterReader(engine)
-        self._is_on = False
         self._looks_closer = False
 
     def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool = False) -> list[WatchedPlace]:
@@ -461,7 +455,7 @@ class WatchSites:
 
         With ``lenient`` it is enough that either answers to ``target``.
         """
-        modules = [kind for kind in kinds if kind in MODULE_KINDS]
+        modules = [kind for kind in kinds if kind in _MODULE_KINDS]
         chosen: list[Named] = []
         if modules:
             try:
@@ -474,7 +468,7 @@ class WatchSites:
         for kind in modules:
             made = ModuleStatsHook(self._engine, self._model, kind, self._passes, self.scale)
             places += self._hooks.setdefault(kind, made).add(chosen)
-        if set(kinds) - set(MODULE_KINDS):
+        if set(kinds) - set(_MODULE_KINDS):
             places += self._choose_parameters(target, exclude, kinds, required=not modules)
         return places
 
@@ -498,17 +492,15 @@ class WatchSites:
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
-        if on is self._is_on:
+        if on is bool(self.handles):
             return
-        self._is_on = on
         if not on:
-            self.handles.remove(quiet=True)
-            self.handles = HandleSet()
+            self.remove(quiet=True)
             return
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
             call: Any = hook.forward if kind == "forward" else hook.backward
-            attachment = new_attachment(call, MODULE_KINDS[kind], AttachOptions(observe=True, name="watch"))
+            attachment = new_attachment(call, _MODULE_KINDS[kind], AttachOptions(observe=True, name="watch"))
             # In a graph unless statistics per unit, which need the tensor itself, are asked for; or thresholds with
             # scaled gradients, as the scale of the moment is not known in the graph.
             is_scaled = kind == "backward" and self._scaler is not None
@@ -516,6 +508,11 @@ class WatchSites:
             attachment.summary = hook if in_graph else None
             self.handles.add(attach_to_modules(attachment, self._model, hook.sites))
             self._passes.counter = next(iter(attachment.counters))
+
+    def remove(self, *, quiet: bool) -> None:
+        """Take the hooks off; warn, unless ``quiet``, of those that never fired."""
+        self.handles.remove(quiet=quiet)
+        self.handles = HandleSet()
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if a graph has found something that is not finite.
@@ -528,7 +525,7 @@ class WatchSites:
         if ((rows[:, BAD] > 0) & (rows[:, NAN] + rows[:, INF] == 0)).any():
             self._looks_closer = True
             for hook in self._hooks.values():
-                hook.look_closer()
+                hook.summarize(layout.with_details)
             if self.handles:
                 self.switch(False)
                 self.switch(True)

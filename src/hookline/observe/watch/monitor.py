@@ -12,6 +12,7 @@ What belongs to one listener is kept in its `StepListener`, so that one does not
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -151,15 +152,11 @@ class RowPart:
         The place that comes first is the first one whose first call was bad. One whose first call came before that may
         have been bad earlier, in a later call; it is most often one that a bad tensor has come to.
         """
-        ordered = self.ordered_rows.get(device)
         by_number = sorted(places, key=lambda place: place.number)
-        late = [place for place in by_number if ordered is not None and place.number >= ordered]
-        sure = next((place for place in by_number if place.is_first_call and place not in late), None)
-        doubtful = [
-            place
-            for place in by_number
-            if place in late or (not place.is_first_call and (sure is None or place.number < sure.number))
-        ]
+        ordered = self.ordered_rows.get(device, math.inf)
+        sure = next((place for place in by_number if place.is_first_call and place.number < ordered), None)
+        begin = ordered if sure is None else sure.number
+        doubtful = [place for place in by_number if place.number < begin or place.number >= ordered]
         first = doubtful if sure is None else [sure, *doubtful]
         return FirstCalls([*first, *(place for place in by_number if place not in first)], len(first))
 

@@ -3,8 +3,9 @@
 Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
 and judges a step when it is over, in `StepAlarm._end_step`.
 
-It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`: only there is every rank
-known to take part.
+It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`, which sends the troubles:
+only there is every rank known to take part. Another kind of trouble is a word in `_WORDS` and a case in
+`StepAlarm._find`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hookline.observe.watch.monitor import NAMED, PlaceRow, RowPart, StepListene
 from hookline.observe.watch.row import BAD, INF, NAN
 from hookline.phases import phase
 from hookline.sites.handle import HandleSet
-from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, checked_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hookline.observe.alarm")
 
-_KINDS: Final = ("forward", "backward")
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
 _LOGGED: Final = 10
@@ -79,7 +79,7 @@ def alarm(
     target: Target = "*",
     *,
     optimizer: Optimizer | None = None,
-    on: str | Sequence[str] = _KINDS,
+    on: str | Sequence[str] = ("forward", "backward"),
     exclude: Target = None,
 ) -> StepAlarm:
     """Find which rank, micro-batch and layer was the first with NaN or infinity.
@@ -104,7 +104,7 @@ def alarm(
             has the NaN of one; these are before that.
         exclude: Modules and parameters to leave out.
     """
-    inner = None if optimizer is None else unwrap_optimizer(optimizer)
+    inner = None if optimizer is None else checked_optimizer(optimizer)  # before the model has hooks
     return StepAlarm(listen(model, target, on=on, exclude=exclude), inner)
 
 
@@ -122,7 +122,7 @@ class StepAlarm(ShownAsTable):
         self._steps = 0
         self._removed = False
         self._handles = HandleSet()
-        self._by_optimizer = optimizer is not None
+        """The hook on the optimizer, if one was given."""
         if optimizer is not None:
             self._handles.add(attach_optimizer(optimizer, self._end_step, on="step_post", name="alarm"))
 
@@ -132,7 +132,7 @@ class StepAlarm(ShownAsTable):
 
     def step(self) -> None:
         """End a step; only where no optimizer was given."""
-        if self._by_optimizer:
+        if self._handles:
             raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
         self._end_step()
 
@@ -152,10 +152,9 @@ class StepAlarm(ShownAsTable):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was found stays."""
-        if not self._removed:
-            self._removed = True
-            self._handles.remove(quiet=True)
-            self._listener.remove(quiet=quiet)
+        self._removed = True
+        self._handles.remove(quiet=True)
+        self._listener.remove(quiet=quiet)
 
     def __enter__(self) -> Self:
         return self

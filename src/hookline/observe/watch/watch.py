@@ -32,7 +32,7 @@ from hookline.messages import type_name
 from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.hooks import OptimizerSteps, Passes, Steps, WatchSites, checked_kinds
 from hookline.observe.watch.ranks import RankStats, rank_in_words
-from hookline.observe.watch.row import Layout, table_of
+from hookline.observe.watch.row import FIRES, Layout, table_of
 from hookline.phases import During, phase, validate_phases
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.targets import check_model
@@ -121,8 +121,7 @@ def watch(
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     schedule = StepSchedule.of(every)
     limit = None if budget is None else BudgetedSchedule(schedule, budget)
-    found = Watch(unwrap(model), Layout.of(stats), schedule, validate_phases(during), scaler, limit)
-    found._ranks = RankStats(found._engine, found.model, schedule, replicated)
+    found = Watch(unwrap(model), Layout.of(stats), schedule, validate_phases(during), scaler, limit, replicated)
     try:
         found._sites.choose(target, exclude, kinds, lenient=on is None)
         found._follow(optimizer)
@@ -149,6 +148,7 @@ class Watch(ShownAsTable):
         during: frozenset[str],
         scaler: Any,
         budget: BudgetedSchedule | None = None,
+        replicated: Target = None,
     ) -> None:
         self.model = model
         """The model that is watched, without its wrappers."""
@@ -163,7 +163,7 @@ class Watch(ShownAsTable):
         """Tells when an optimizer steps; None where steps are counted by hand."""
         self._has_given = False
         """Whether optimizers were given."""
-        self._ranks = RankStats(self._engine, model, schedule)
+        self._ranks = RankStats(self._engine, model, schedule, replicated)
         self.on_forget: Callable[[], None] = lambda: None
         """Called when what was counted turns out to be no training, and is dropped; `StepMonitor` sets it."""
         self._removed = False
@@ -217,7 +217,7 @@ class Watch(ShownAsTable):
         In a distributed run these are the counts of this rank; no other is asked.
         """
         places, rows, _ = self._snapshot()
-        fired = {place: int(count) for place, count in zip(places, rows[:, 0], strict=True)}
+        fired = {place: int(count) for place, count in zip(places, rows[:, FIRES], strict=True)}
         quiet = [place for place, count in fired.items() if place.silent or not count]
         return {
             "step": self.step_is,
@@ -344,7 +344,7 @@ class Watch(ShownAsTable):
         # That one module of many was never called is in the report; that none was is worth a warning.
         excused = self._passes.in_parts or not self._steps.is_due
         seen = excused or any(report.fired for report in self._sites.handles.report())
-        self._sites.handles.remove(quiet=quiet or seen)
+        self._sites.remove(quiet=quiet or seen)
         self._engine.flush()
         during = self._passes.during
         if during.left_out and not during.counted and not quiet:
