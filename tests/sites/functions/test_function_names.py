@@ -160,6 +160,8 @@ REFUSED: list[tuple[Any, type, str]] = [
     ("*.sofmax", hl.errors.NoMatchError, "softmax"),
     ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax'"),
     ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
+    ("torch.ops.aten.sofmax", hl.errors.NoMatchError, "nearest: 'aten.softmax'"),
+    ("aten::mmm", hl.errors.NoMatchError, "'aten.mm'"),
     ("aten.no_such_operator*", hl.errors.NoMatchError, "'aten.no_such_operator*'"),
     ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
     (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),

@@ -134,13 +134,11 @@ def _function_place(item: Any) -> Place:
 
 
 def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
-    text = pattern if isinstance(pattern, str) else pattern.pattern
+    text = _text_of(pattern)
     if not text:
         raise TargetError(_EMPTY)
-    if isinstance(pattern, str):
-        pattern = text = text.removeprefix("torch.ops.").replace("::", ".")
-    matches = name_matcher(pattern)
-    namespace = re.split(r"\\?[.:]", text)[0]
+    matches = name_matcher(text if isinstance(pattern, str) else pattern)
+    namespace = _namespace_of(text)
     if namespace in _operator_namespaces():
         for op in _operators(namespace):
             if matches(str(op)) or matches(str(op.overloadpacket)):
@@ -157,6 +155,16 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
         is_meant = is_meant and (text == place.name or _is_meant(place.name, asked))
         if is_meant and (matches(place.name) or matches(cls.__qualname__)):
             yield place
+
+
+def _text_of(pattern: str | re.Pattern[str]) -> str:
+    """Return the text of a pattern; a glob as operators are called here, so "aten.mm" for "torch.ops.aten::mm"."""
+    return pattern.removeprefix("torch.ops.").replace("::", ".") if isinstance(pattern, str) else pattern.pattern
+
+
+def _namespace_of(text: str) -> str:
+    """Return the first part of the text of a glob or regular expression."""
+    return re.split(r"\\?[.:]", text)[0]
 
 
 def _is_meant(name: str, asked: str) -> bool:
@@ -221,9 +229,9 @@ def _operators(namespace: str) -> Iterator[_torch.OpOverload]:
                 yield operator
 
 
-def _no_match(item: Any) -> NoMatchError:
-    text = item if isinstance(item, str) else item.pattern
-    namespace, last = re.split(r"[.:]", text)[0], text.rpartition(".")[2].strip("*")
+def _no_match(item: str | re.Pattern[str]) -> NoMatchError:
+    text = _text_of(item)
+    namespace, last = _namespace_of(text), text.rpartition(".")[2].strip("*")
     if namespace in _operator_namespaces():
         names = sorted({str(op.overloadpacket) for op in _operators(namespace)})
     else:
