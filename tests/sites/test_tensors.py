@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from helpers_sites import ignore
+from helpers_threads import in_threads
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -288,6 +291,31 @@ def test_removing_inside_the_block_stops_packing_at_once() -> None:
     assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
     with pytest.raises(hl.errors.ScopeError, match="were removed; make new ones"):
         handle.__enter__()
+
+
+class Met(int):
+    """A number that waits for another thread before it goes on, so that two which are not kept apart add to the same."""
+
+    both = threading.Barrier(2, timeout=0.5)
+
+    def __add__(self, other: int) -> Met:
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait()
+        return Met(int(self) + other)
+
+
+def test_what_two_threads_pack_and_unpack_is_all_counted() -> None:
+    """Autograd runs in threads of its own; no count is lost."""
+    scope = hl.saved_tensors(lambda tensor: tensor, lambda packed: packed)
+    scope.packed = scope.unpacked = Met()
+
+    def run(number: int) -> None:
+        with scope:
+            y = leaf().sin()
+        y.sum().backward()
+
+    in_threads(run)
+    assert repr(scope) == "<SavedTensors: packed 2, unpacked 2>"
 
 
 def test_saved_tensors_are_used_as_a_block_and_of_functions() -> None:

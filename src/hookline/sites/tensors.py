@@ -16,6 +16,7 @@ there, so it may do only what can be traced.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
@@ -355,6 +356,7 @@ class SavedTensors(Handle):
             if not callable(hook):
                 raise HookSignatureError(f"saved_tensors takes two functions, got {type_name(hook)}.")
         self._pack_hook, self._unpack_hook = pack, unpack
+        self._counting = threading.RLock()  # also for pack and unpack: autograd has threads of its own
         self._open = 0
         self.packed = 0
         """The number of tensors that were packed."""
@@ -370,13 +372,15 @@ class SavedTensors(Handle):
         if self.removed:
             raise ScopeError("These saved_tensors were removed; make new ones.")
         self._scope().__enter__()
-        self._open += 1
+        with self._counting:
+            self._open += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._open:
-            raise ScopeError("These saved_tensors are left, but were not entered.")
-        self._open -= 1
+        with self._counting:
+            if not self._open:
+                raise ScopeError("These saved_tensors are left, but were not entered.")
+            self._open -= 1
         self._scope().__exit__(*exc_info)
 
     def __repr__(self) -> str:
@@ -392,12 +396,14 @@ class SavedTensors(Handle):
         tensor = tensor if tensor.grad_fn is None else tensor.detach()
         if self.removed:
             return False, tensor
-        self.packed += 1
+        with self._counting:
+            self.packed += 1
         return True, self._pack_hook(tensor)
 
     def _unpack(self, kept: tuple[bool, Any]) -> Tensor:
         is_packed, value = kept
         if not is_packed:
             return value  # type: ignore[no-any-return]
-        self.unpacked += 1
+        with self._counting:
+            self.unpacked += 1
         return self._unpack_hook(value)
