@@ -294,7 +294,7 @@ def test_removing_inside_the_block_stops_packing_at_once() -> None:
 
 
 class Met(int):
-    """A number that waits for another thread before it goes on, so that two which are not kept apart add to the same."""
+    """A number that waits for another thread before it is added to, so that two of them add to the same."""
 
     both = threading.Barrier(2, timeout=0.5)
 

@@ -103,13 +103,13 @@ class _HookAtLeaf(HookAtSite):
             return _torch.sharded_parameter(shard)
         return None
 
-    def leaf_site(self) -> Site:
-        """Return the `Site` of this firing, for a hook that declares one."""
-        module: Any = self.owners[0]() if self.owners else None
+    def site(self, module: Any) -> Site:
+        """Return the `Site` of this firing, in the module that the hook is named after; torch calls with the leaf."""
+        owner: Any = self.owners[0]() if self.owners else None
         step, call = self.counter.moment(self)
         if step < 0:  # on an accelerator, the backward runs in a thread that never began a forward
             step = self.counter.step
-        return Site(self.name, module, self.attachment.kind, call, step)
+        return Site(self.name, owner, self.attachment.kind, call, step)
 
 
 class LeafHook(HookContainer):
@@ -138,7 +138,7 @@ class LeafHook(HookContainer):
             self._handle.remove()  # the modules are gone that had the leaf; torch goes through a copy
         for entry in entries:
             entry.count()
-            entry.call(leaf, (), entry.leaf_site() if entry.attachment.wants_site else None)
+            entry.call(leaf, ())
 
     @property
     def entries(self) -> tuple[_HookAtLeaf, ...]:
