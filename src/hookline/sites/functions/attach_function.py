@@ -174,7 +174,7 @@ def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> N
     for entry in attachment.entries:
         entry.container.discard(entry)
     _publish()
-    _restore_classes(attachment)
+    _restore_classes()
     # If this thread has made graph nodes, the hook could have fired, though no forward of a model has begun: the
     # receipt then warns of a hook that never did.
     if began[0] == threading.get_ident() and began[1] < _torch.sequence_number():
@@ -190,10 +190,11 @@ def _scope_of(model: nn.Module, kind: Kind) -> Scope:
     """Return the scope of a model, made if there is none; its hooks count from the next forward on."""
     counter = counter_of(model, kind)
     module_hooks = hooks_of_module(model)
-    if not isinstance(module_hooks.around, Scope):
-        module_hooks.set_around(Scope(counter))
-    assert isinstance(module_hooks.around, Scope)
-    return module_hooks.around
+    scope = module_hooks.around
+    if scope is None:
+        scope = Scope(counter)
+        module_hooks.set_around(scope)
+    return scope
 
 
 _Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
@@ -307,15 +308,13 @@ def _patch_class(attachment: Attachment, place: Place) -> None:
     _PATCHED[place.func].users.add(attachment)
 
 
-def _restore_classes(attachment: Attachment | None = None) -> None:
-    """Give the classes their own bases back that have no hooks any more, now that ``attachment`` is off; under LOCK.
+def _restore_classes() -> None:
+    """Give the classes their own bases back that have no hooks any more; under LOCK.
 
     A class whose hooks went with their model waits for the next hook on a function that comes or goes.
     """
     for patch in tuple(_PATCHED.values()):
-        if attachment is not None:
-            patch.users.discard(attachment)
-        if not patch.users:
+        if all(attachment.removed for attachment in patch.users):
             patch.restore()
             del _PATCHED[patch.cls]
 
@@ -404,11 +403,8 @@ def _watch_outputs(wiring: GradientCall, state: CallState, outputs: _Tensors) ->
     """
     if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
         return outputs
-    if len(outputs) != 1:
-        watched: _Tensors = wiring.leave(outputs, state)
-        return watched
-    only = wiring.leave(outputs[0], state)
-    return outputs if only is outputs[0] else (only,)
+    watched: _Tensors = wiring.leave(outputs, state)
+    return watched
 
 
 def _fire(
