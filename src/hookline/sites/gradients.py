@@ -417,14 +417,12 @@ class GradientHooks(HookContainer):
     # Defaults of the class, not set one by one for each of ten thousand modules.
     backward_pre: tuple[HookAtSite, ...] = ()
     backward: tuple[HookAtSite, ...] = ()
-    """The live hooks, in the order they run."""
+    """The live hooks, in the order they run; those in ``backward`` are shown the gradients of inputs."""
     has_gradients = False
     edits_gradients = False
     """Whether a hook may return gradients of inputs, which then pass a gate."""
     edits_outputs = False
     """The same for the gradients of outputs, which pass a gate if there are several."""
-    watches_inputs = False
-    """Whether there are ``backward`` hooks, which are shown the gradients of inputs."""
     observes_outputs = False
     """Whether all hooks only observe the gradients of outputs, in every context."""
     output_call: OutputCall | None = None
@@ -450,7 +448,6 @@ class GradientHooks(HookContainer):
         self.has_gradients = bool(pre or post)
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
-        self.watches_inputs = bool(post)
         only_observe = not any(_edits(entry) or entry.attachment.context is not None for entry in pre)
         self.observes_outputs = bool(pre) and not post and only_observe
         self.output_call = None
@@ -753,7 +750,7 @@ class GradientCall(BackwardCall):
         state = CallState(kwargs)
         state.call = self
         state.edges = {}
-        state.watches = hooks.watches_inputs
+        state.watches = bool(hooks.backward)
         if len(args) == 1 and not kwargs and not hooks.edits_gradients:
             only = args[0]
             node = only.grad_fn if isinstance(only, Tensor) else None
@@ -822,21 +819,17 @@ class GradientCall(BackwardCall):
         return new_args
 
     def _check_editable(self) -> None:
-        """Raise for a module or function that changes its input in place, if its name or ``inplace`` says so.
+        """Raise for a module that changes its input in place, if its ``inplace`` says so.
 
-        Torch allows no in-place change of what comes out of a gate.
+        Torch allows no in-place change of what comes out of a gate. Functions that do so have no such hooks.
         """
-        module: Any = self._module
-        if type(module) is FunctionSite:
-            name, in_place = module.name, module.name.endswith("_") and not module.name.endswith("__")
-        else:
-            name, in_place = type(module).__name__, getattr(module, "inplace", False) is True
-        if in_place:
+        module = self._module
+        if getattr(module, "inplace", False) is True:
             hook = next(entry for entry in self._hooks.backward if entry.attachment.may_edit)
             raise UnhookableError(
-                f"backward hook {hook.attachment.name!r} on {hook.name!r} may return other gradients, but {name} "
-                "changes its input in place, where none can be exchanged; attach with observe=True, or use the one "
-                "that writes elsewhere (inplace=False)."
+                f"backward hook {hook.attachment.name!r} on {hook.name!r} may return other gradients, but "
+                f"{type(module).__name__} changes its input in place, where none can be exchanged; attach with "
+                "observe=True, or use the one that writes elsewhere (inplace=False)."
             )
 
     def enter_afterwards(self, began: Began | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallState:
@@ -882,7 +875,7 @@ class GradientCall(BackwardCall):
         if any(view.is_changed() for view in state.views):
             return False
         tap(source, source.grad_fn).append((self, 0, shape))
-        if state.edges and self._hooks.watches_inputs and not state.gated:
+        if state.edges and self._hooks.backward and not state.gated:
             for boundary, hits in _torch.boundary([node], state.edges, self._first_node):
                 boundary.register_hook(self._collector(hits, {}))
         return True
@@ -914,7 +907,7 @@ class GradientCall(BackwardCall):
         """
         edges: _torch.Edges = {}
         parts: dict[int, ViewPart] = {}
-        if self._hooks.watches_inputs and not state.gated:
+        if self._hooks.backward and not state.gated:
             edges = {node: dict(outputs) for node, outputs in state.edges.items()}
             parts = self._follow_views(state, edges)
         if len(members) > 1:
