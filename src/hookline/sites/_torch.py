@@ -269,13 +269,12 @@ def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
 _BEFORE_2_13: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-Shards: TypeAlias = dict[tuple[int, str], Any]
-"""What FSDP2 knows of each parameter it manages, by the id of its module and its name there."""
+Shards: TypeAlias = dict[tuple[int, str], Tensor]
+"""The parameters that the optimizer has and whose hooks FSDP2 calls, by the id of their module and their name there."""
 
 
 def fsdp_shards() -> Shards:
-    """Return all of them in this process: while a group is gathered, its modules show other parameters than the hooked
-    ones.
+    """Return all parameters in this process that FSDP2 manages: while they are gathered, their modules show others.
 
     The model's own modules would not do: the parameters may be managed by a module around it.
     """
@@ -287,13 +286,10 @@ def fsdp_shards() -> Shards:
     for state in states:
         # One group until torch 2.11, then a list of them; a state of another kind has neither.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for shard in [shard for group in groups if group is not None for shard in group.fsdp_params]:
-            info = shard._module_info
-            found[id(info.module), info.param_name] = shard
-            found |= {
-                (id(module), name): shard
-                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
-            }
+        for known in [known for group in groups if group is not None for known in group.fsdp_params]:
+            info = known._module_info
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            found |= {(id(at), name): known.sharded_param for at, name in ((info.module, info.param_name), *shared)}
     return found
 
 
@@ -301,12 +297,6 @@ def in_functional_call() -> bool:
     """Return whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
     code = stateless._functional_call.__code__
     return any(frame.f_code is code for frame in _frames())
-
-
-def sharded_parameter(shard: Any) -> Tensor:
-    """Return the parameter that the optimizer has, whose hooks FSDP2 calls."""
-    parameter: Tensor = shard.sharded_param
-    return parameter
 
 
 # -- modules that run: sites, observe, debug, factories, sglang ----------------------------------------------------

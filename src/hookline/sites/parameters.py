@@ -53,7 +53,7 @@ _Owners: TypeAlias = Iterable[tuple[nn.Module, str]]
 class _HookAtLeaf(HookAtSite):
     """One hook on one leaf; the modules that own the leaf keep it."""
 
-    __slots__ = ("__weakref__", "owners", "places", "shard")
+    __slots__ = ("__weakref__", "owners", "places")
 
     container: LeafHook
 
@@ -63,8 +63,6 @@ class _HookAtLeaf(HookAtSite):
         super().__init__(attachment, name, LeafHook.of(leaf), counter)
         self.places = tuple((weakref.ref(module), key) for module, key in owners)
         self.owners = tuple(dict.fromkeys(module for module, _ in self.places))
-        self.shard: Callable[[], Any] = lambda: None
-        """What FSDP2 knows of the parameter, if it is one of its."""
         self.container.take(self)
 
     def move(self, leaf: Tensor) -> None:
@@ -73,34 +71,21 @@ class _HookAtLeaf(HookAtSite):
         self.container = LeafHook.of(leaf)
         self.container.take(self)
 
-    def is_on(self, leaf: Tensor | None) -> bool:
+    def is_on(self, leaf: Tensor) -> bool:
         """Return whether that is the leaf, known by its dictionary: an id would be another's after its death."""
         hooks = self.container.hooks_of_leaf()
-        return leaf is not None and hooks is not None and _torch.leaf_hooks(leaf) is hooks
-
-    def is_in_place(self) -> bool:
-        """Return whether the hook's name still means its leaf."""
-        owner, key = self.places[0]
-        module, shard = owner(), self.shard()
-        if module is not None and self.is_on(module._parameters.get(key)):
-            return True
-        return shard is not None and self.is_on(_torch.sharded_parameter(shard))
+        return hooks is not None and _torch.leaf_hooks(leaf) is hooks
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
         """Return the parameter that has the hook's name now; None if none has.
 
-        ``shards`` are what FSDP2 knows of its parameters, by module and key.
+        Where FSDP2 manages it, that is one of ``shards``: the module shows the gathered one half of the time.
         """
         for owner, key in self.places:
             module = owner()
             leaf = None if module is None else module._parameters.get(key)
-            if leaf is None:
-                continue
-            shard = shards.get((id(module), key))
-            if shard is None:
-                return leaf
-            self.shard = weakref.ref(shard)  # the module itself shows the gathered parameter half of the time
-            return _torch.sharded_parameter(shard)
+            if leaf is not None:
+                return shards.get((id(module), key), leaf)
         return None
 
     def site(self, module: Any) -> Site:
@@ -179,14 +164,14 @@ class _Leaves(dict[_HookAtLeaf, None]):
 
     def __call__(self) -> None:
         """Move every hook whose name has another parameter now."""
-        lost = [entry for entry in tuple(self) if not entry.is_in_place()]
+        shards = _torch.fsdp_shards()
+        now = [(entry, entry.leaf_now(shards)) for entry in tuple(self)]
+        lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]
         if not lost or _torch.in_functional_call():
             return
         with LOCK:
-            shards = _torch.fsdp_shards()
-            for entry in lost:
-                leaf = entry.leaf_now(shards)
-                if leaf is not None and not entry.is_on(leaf) and _is_trained(leaf) and entry in self:
+            for entry, leaf in lost:
+                if _is_trained(leaf) and not entry.is_on(leaf) and entry in self:
                     entry.move(leaf)
 
 
@@ -250,8 +235,7 @@ def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedPar
                 owners[id(own)][module, key] = None
     shards = _torch.fsdp_shards()
     for name, parameter, module in chosen:
-        shard = shards.get((id(module), name.rpartition(".")[2]))
-        leaf = parameter if shard is None else _torch.sharded_parameter(shard)
+        leaf = shards.get((id(module), name.rpartition(".")[2]), parameter)
         hook_leaf(attachment, name, leaf, counter, owners[id(parameter)])
 
 
