@@ -892,13 +892,6 @@ swap_insides: Final[Callable[[Tensor, Tensor], None]] = torch._C._swap_tensor_im
 """Exchange the insides of two tensor objects, whoever refers to them; torch's own verb refuses most of that."""
 
 
-def accumulator_of(leaf: Tensor) -> Any:
-    """Return the node that adds up gradients of ``leaf``, which requires some; made if there is none."""
-    with torch.enable_grad():
-        node: Any = leaf.view_as(leaf).grad_fn
-    return node.next_functions[0][0]
-
-
 def is_right_accumulator(node: Any, leaf: Tensor) -> bool:
     """Return whether ``node`` expects gradients of the shape and dtype that ``leaf`` has now."""
     expected = node._input_metadata[0]
