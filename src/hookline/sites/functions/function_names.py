@@ -17,8 +17,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.overrides import get_overridable_functions, resolve_name
@@ -29,8 +28,7 @@ from hookline.sites import _torch
 from hookline.sites.targets import as_list, describe, excluded, name_matcher
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """One function, and how it can be reached."""
 
     name: str
@@ -151,9 +149,8 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
     for cls in _function_classes():
         place = _class_place(cls)
         # A glob does not mean classes of torch or hookline; their full name does.
-        is_meant = place.name == text or not place.name.startswith(("torch.", "hookline."))
-        is_meant = is_meant and (text == place.name or _is_meant(place.name, asked))
-        if is_meant and (matches(place.name) or matches(cls.__qualname__)):
+        is_meant = not place.name.startswith(("torch.", "hookline.")) and _is_meant(place.name, asked)
+        if place.name == text or (is_meant and (matches(place.name) or matches(cls.__qualname__))):
             yield place
 
 
