@@ -751,21 +751,17 @@ class GradientCall(BackwardCall):
         state.call = self
         state.edges = {}
         state.watches = bool(hooks.backward)
-        if len(args) == 1 and not kwargs and not hooks.edits_gradients:
-            only = args[0]
-            node = only.grad_fn if isinstance(only, Tensor) else None
-            if node is not None:
-                if hooks.uses_input_once and state.watches and not only.is_nested:
-                    # An alias in the place of the one user is the cheapest tap, and regroups no sum.
-                    self._takes_alias = True
-                    alias = only.view_as(only)
-                    tap(alias, alias.grad_fn).add_input(self, 0)
-                    return (alias,), state
-                self._watch_input(0, only, state)
-                return args, state
-            if isinstance(only, Tensor) and not only.requires_grad:
-                return args, state
-        return self._enter_any(args, kwargs, state)
+        only = args[0] if len(args) == 1 and not kwargs and not hooks.edits_gradients else None
+        if not isinstance(only, Tensor) or only.grad_fn is None:
+            return self._enter_any(args, kwargs, state)
+        if hooks.uses_input_once and state.watches and not only.is_nested:
+            # An alias in the place of the one user is the cheapest tap, and regroups no sum.
+            self._takes_alias = True
+            alias = only.view_as(only)
+            tap(alias, alias.grad_fn).add_input(self, 0)
+            return (alias,), state
+        self._watch_input(0, only, state)
+        return args, state
 
     def _enter_any(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: CallState
