@@ -73,6 +73,9 @@ graph_task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 """The graph node whose backward runs in this thread; None outside of a backward pass."""
 
+will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
+"""Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
+
 
 def sequence_number_of(node: Any) -> int:
     """Return when a graph node was made; autograd runs the ready node with the largest number first."""
@@ -446,13 +449,10 @@ def is_tracing() -> bool:
     return any(map(_mode_of, _TRACERS))  # a mode is always true
 
 
-# -- optimizers: sites.optimizers, .tensors, .module_hooks, integrations.follow; will_execute: metta ---------------
+# -- optimizers: sites.optimizers, .module_hooks, integrations.follow ----------------------------------------------
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
-
-untraced: Final = _disable_dynamo
-"""Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
 
 def optimizer_hooks(optimizer: Optimizer | None, kind: str) -> OrderedDict[int, Any]:
@@ -498,10 +498,6 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 
 
 _WALKERS: Final = frozenset({optimizer_py.__name__, module_py.__name__})
-
-
-will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
-"""Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
 # -- torch.compile while it traces: sites, observe, factories, specs -----------------------------------------------
 
@@ -736,6 +732,10 @@ def leave_to_python(*functions: Any, below: bool = True) -> None:
     for function in functions:
         strategy = frames._FrameExecStrategy(skip, skip if below else default)
         frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+untraced: Final = _disable_dynamo
+"""Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
 
 def untraced_in_place(function: _F) -> _F:
