@@ -26,20 +26,10 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import listed, nearest_names
-from hookline.sites import _torch
+from hookline.sites import _torch, targets
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import HookAtSite, HookContainer, Site
 from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
-from hookline.sites.targets import (
-    as_list,
-    check_model,
-    clean_pattern,
-    describe,
-    excluded,
-    name_matcher,
-    named_modules,
-    select,
-)
 from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
@@ -248,25 +238,25 @@ def select_parameters(
     all parameters below it. Every element of a list has to mean at least one; with ``trained``, at least one that
     gradients come to, and those that they do not come to are left out.
     """
-    check_model(model)
+    targets.check_model(model)
     everything = named_parameters(model)
     names: set[str] = set()
-    for item in as_list(target):
+    for item in targets.as_list(target):
         found = _matching(model, everything, item)
         if not found:
             raise _no_match(model, everything, item)
         if trained:
             _trainable([each for each in everything if each.name in found])
         names |= found
-    excluded_names = {name for item in excluded(exclude) for name in _matching(model, everything, item)}
+    excluded_names = {name for item in targets.excluded(exclude) for name in _matching(model, everything, item)}
     unwanted = {id(each.parameter) for each in everything if each.name in excluded_names}  # by any of its names
     kept: dict[int, NamedParameter] = {}
     for each in everything:
         if each.name in names and id(each.parameter) not in unwanted:
             kept.setdefault(id(each.parameter), each)
     if not kept:
-        what = "The model" if target is None else describe(target)
-        raise NoMatchError(f"{what} has parameters, but exclude={describe(exclude)} takes all of them away.")
+        what = "The model" if target is None else targets.describe(target)
+        raise NoMatchError(f"{what} has parameters, but exclude={targets.describe(exclude)} takes all of them away.")
     return _trainable(list(kept.values())) if trained else list(kept.values())
 
 
@@ -287,9 +277,9 @@ def _matching(model: nn.Module, everything: list[NamedParameter], item: Any) -> 
     found: set[str] = set()
     if isinstance(item, str | re.Pattern):
         names = [each.name for each in everything]
-        found = set(filter(name_matcher(clean_pattern(model, item, names)), names))
+        found = set(filter(targets.name_matcher(targets.clean_pattern(model, item, names)), names))
     try:
-        modules = {name for name, _ in select(model, item)}
+        modules = {name for name, _ in targets.select(model, item)}
     except NoMatchError:
         return found
     return found | {each.name for each in everything if is_below(each.name, modules)}
@@ -317,16 +307,17 @@ def _trainable(found: list[NamedParameter]) -> list[NamedParameter]:
 
 def _no_match(model: nn.Module, everything: list[NamedParameter], item: Any) -> Exception:
     kind = type(unwrap(model)).__name__
+    asked = "The model" if item is None else targets.describe(item)
     if isinstance(item, Tensor):
-        return TargetError(f"T{describe(item)[1:]} is not a parameter of this {kind}; it belongs to another model.")
+        return TargetError(f"T{asked[1:]} is not a parameter of this {kind}; it belongs to another model.")
     try:
-        select(model, item)
-        return NoMatchError(f"{'The model' if item is None else describe(item)} has no parameter in this {kind}.")
+        targets.select(model, item)
+        return NoMatchError(f"{asked} has no parameter in this {kind}.")
     except NoMatchError as error:
         if not isinstance(item, str | re.Pattern):
             return error  # it knows best what to say when there is no such module
-    names = [each.name for each in everything] + sorted({name for name, _ in named_modules(model)} - {""})
+    names = [each.name for each in everything] + sorted({name for name, _ in targets.named_modules(model)} - {""})
     text = item if isinstance(item, str) else item.pattern
     near = nearest_names(text, names)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else "it has none"
-    return NoMatchError(f"No parameter or module matches {describe(item)} in this {kind}; {hint}.")
+    return NoMatchError(f"No parameter or module matches {asked} in this {kind}; {hint}.")
