@@ -7,7 +7,8 @@ calls taps and gates, they call the `BackwardCall`, the base of `GradientCall`, 
 observe one output; and that calls the user's hooks.
 
 Others use parts: ``module_hooks`` (`tap_output`), ``everywhere`` (`CallState`), ``sites.compiled`` (`fire_gradients`,
-`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`). In compiled code,
+`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`,
+`fitting_all`). In compiled code,
 ``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with ``module=None``, while the
 compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks know only what the text of
 `plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to ``_TracedHooks``, or
@@ -220,15 +221,10 @@ def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
     tensor, it is ``tensor`` itself, with None.
     """
     base = tensor._base
-    if (
-        base is None
-        or base.grad_fn is None
-        or tensor.numel() != base.numel()
-        or not tensor.is_contiguous()
-        or not base.is_contiguous()
-    ):
+    if base is None or base.grad_fn is None or tensor.numel() != base.numel():
         return tensor, None
-    return base, tensor.shape
+    is_reshape = tensor.is_contiguous() and base.is_contiguous()
+    return (base, tensor.shape) if is_reshape else (tensor, None)
 
 
 def accumulator(leaf: Tensor) -> Any:
