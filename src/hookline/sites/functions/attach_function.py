@@ -219,7 +219,7 @@ class _FunctionMode(TorchFunctionMode):
             _warn_compiled()
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread)
 
 
 class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -252,7 +252,7 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks = None
         if hooks is None or self.thread.in_class_hook or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread)
 
 
 class _Patch:
@@ -288,7 +288,7 @@ class _Patch:
                 # A subclass is another function.
                 thread = _THREADS.this
                 hooks = None if thread.in_class_hook or cls is not hooked else thread.hooks_on(cls)
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread.hooks_on)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread)
 
         return Hooked
 
@@ -336,7 +336,6 @@ def _unseen(hook: Any) -> Any:
 # -- one call of a function ----------------------------------------------------------------------------------------
 _PLAIN: Final = (type(None), bool, int, float, str)
 _Tensors: TypeAlias = tuple[Tensor, ...]
-_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
 
 
 class FunctionHooks(GradientHooks):
@@ -352,10 +351,10 @@ class FunctionHooks(GradientHooks):
         self.told = ()  # a `FunctionSite` has step and call itself, so nothing is to be counted for them
         self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
 
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], thread: _Thread) -> Any:
         """Return the function's result, with its hooks around it; ``run`` is the function itself.
 
-        ``live`` gives the hooks of a function as they are now: a hook before the call may change those after it.
+        The hooks after the call are those that ``thread`` has by then: one before it may change them.
         """
         fn = FunctionSite(self._name, self._func, args, kwargs, self._counters)
         given = _tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -370,7 +369,7 @@ class FunctionHooks(GradientHooks):
             originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
             output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
         outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
-        now = live(self._func)
+        now = thread.hooks_on(self._func)
         edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
         fn.let_go()
         if wiring is not None:

@@ -202,13 +202,13 @@ def _class_place(cls: type[torch.autograd.Function]) -> Place:
     return Place(f"{cls.__module__}.{cls.__qualname__}", cls)
 
 
-def _function_classes() -> Iterator[type[torch.autograd.Function]]:
-    todo: list[type[torch.autograd.Function]] = [torch.autograd.Function]
-    while todo:
-        for cls in todo.pop().__subclasses__():
-            todo.append(cls)
-            if hasattr(cls, "apply"):
-                yield cls
+def _function_classes(
+    base: type[torch.autograd.Function] = torch.autograd.Function,
+) -> Iterator[type[torch.autograd.Function]]:
+    """Yield every class below ``base``."""
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _function_classes(cls)
 
 
 def _operator_namespaces() -> set[str]:
