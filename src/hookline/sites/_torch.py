@@ -539,15 +539,6 @@ else:
 # -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes --------------------------------
 
 
-def operators(schema: str) -> Any:
-    """Return a library of ours with one more operator; more can be put into it."""
-    _LIBRARY.define(schema)
-    return _LIBRARY
-
-
-_LIBRARY: Final[Any] = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
 def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator of torch by its name with the overload."""
     return _aten(name)(*args, **kwargs)
