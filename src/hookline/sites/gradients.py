@@ -7,13 +7,13 @@ calls taps and gates, they call the `BackwardCall`, the base of `GradientCall`, 
 observe one output; and that calls the user's hooks.
 
 Others use parts: ``module_hooks`` (`tap_output`), ``everywhere`` (`CallState`), ``sites.compiled`` (`fire_gradients`,
-`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`,
-`fitting_all`). In compiled code,
-``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with ``module=None``, while the
-compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks know only what the text of
-`plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to ``_TracedHooks``, or
-compiled code takes the default of the class, without an error. ``_torch.called_by_us`` knows this module by name, so
-that the torch functions called here fire no hooks on functions: call them for the gradients only here.
+`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`, `fitting_all`). In
+compiled code, ``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with
+``module=None``, while the compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks
+know only what the text of `plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to
+``_TracedHooks``, or compiled code takes the default of the class, without an error. ``_torch.called_by_us`` knows this
+module by name, so that the torch functions called here fire no hooks on functions: call them for the gradients only
+here.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and accumulates
 into leaves at once. So when the producer of an input runs, everything the module made has run and its parameters have

@@ -203,15 +203,33 @@ _Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-class _FunctionMode(TorchFunctionMode):
-    """Torch calls it for every function of torch while it is on the stack of its thread."""
+class _Mode:
+    """A mode of one thread; it is on its stack exactly while there are hooks for it."""
 
-    stack = _torch.FUNCTION_MODES
+    stack: _torch.ModeStack
     is_on = False
 
     def __init__(self, thread: _Thread) -> None:
         super().__init__()
         self.thread = thread
+
+    def switch(self, *, wanted: bool) -> None:
+        """Put the mode on its stack, or take it off.
+
+        While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the
+        next call of this takes it off.
+        """
+        if wanted and not self.is_on:
+            self.stack.slip_under(self)
+            self.is_on = True
+        elif self.is_on and not wanted:
+            self.is_on = not self.stack.take_out(self)
+
+
+class _FunctionMode(_Mode, TorchFunctionMode):
+    """Torch calls it for every function of torch while it is on the stack of its thread."""
+
+    stack = _torch.FUNCTION_MODES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = self.thread.hooks_on(func)
@@ -222,7 +240,7 @@ class _FunctionMode(TorchFunctionMode):
         return hooks.call(func, args, kwargs or {}, self.thread)
 
 
-class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorMode(_Mode, _torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients.
 
     It keeps its thread: on a GPU, a backward pass runs in a thread of autograd, to which torch lends the modes of the
@@ -230,12 +248,7 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     stack = _torch.DISPATCH_MODES
-    is_on = False
     supports_higher_order_operators = True
-
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.thread = thread
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -298,14 +311,7 @@ class _Patch:
 
 
 _PATCHED: Final[dict[type, _Patch]] = {}
-"""The classes that have hooks now."""
-
-
-def _patch_class(attachment: Attachment, place: Place) -> None:
-    """Have a class show its calls for as long as the attachment is on; under LOCK."""
-    if place.func not in _PATCHED:
-        _PATCHED[place.func] = _Patch(place)
-    _PATCHED[place.func].users.add(attachment)
+"""The classes that have hooks now; to be changed under LOCK."""
 
 
 def _restore_classes() -> None:
@@ -492,7 +498,9 @@ class Scope(HookContainer):
         """Put a hook on a function; `_publish` makes it count."""
         entry = HookAtSite(attachment, place.name, self, self.counter)
         if isinstance(place.func, type):
-            _patch_class(attachment, place)
+            if place.func not in _PATCHED:
+                _PATCHED[place.func] = _Patch(place)
+            _PATCHED[place.func].users.add(attachment)
             entry.hook = _unseen(entry.hook)
         self.hooks[entry] = place.func
         return entry
@@ -569,21 +577,8 @@ class _Thread:
         """Have each mode on its stack exactly while there are hooks for it."""
         self._made_at = -1
         hooks = self._all_hooks()
-        _switch(self._operators, hooks.has_operators)
-        _switch(self._functions, hooks.has_functions)
-
-
-def _switch(mode: _FunctionMode | _OperatorMode, wanted: bool) -> None:
-    """Put a mode of ours on its stack, or take it off.
-
-    While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the next
-    call of this takes it off.
-    """
-    if wanted and not mode.is_on:
-        mode.stack.slip_under(mode)
-        mode.is_on = True
-    elif mode.is_on and not wanted:
-        mode.is_on = not mode.stack.take_out(mode)
+        self._operators.switch(wanted=hooks.has_operators)
+        self._functions.switch(wanted=hooks.has_functions)
 
 
 def _publish() -> None:
