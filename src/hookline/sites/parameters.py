@@ -29,6 +29,7 @@ from hookline.messages import listed, nearest_names
 from hookline.sites import _torch, targets
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import HookAtSite, HookContainer, Site
+from hookline.sites.kinds import Kind
 from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
 from hookline.sites.wrappers import unwrap, walk
 
@@ -138,10 +139,6 @@ class LeafHook(HookContainer):
             module_hooks = existing_hooks(module)
             if module_hooks is not None:
                 module_hooks.discard(entry)
-        leaves = entry.counter.leaves
-        if isinstance(leaves, _Leaves):
-            leaves.pop(entry, None)
-            entry.counter.leaves = leaves or None
 
     def _hold(self, entries: Iterable[_HookAtLeaf]) -> None:
         ranked = sorted(entries, key=lambda entry: entry.rank)
@@ -149,20 +146,19 @@ class LeafHook(HookContainer):
         self._refs = tuple(map(weakref.ref, ranked))
 
 
-class _Leaves(dict[_HookAtLeaf, None]):
-    """The hooks that were put on parameters through one counter; called when a forward begins."""
-
-    def __call__(self) -> None:
-        """Move every hook whose name has another parameter now."""
-        shards = _torch.fsdp_shards()
-        now = [(entry, entry.leaf_now(shards)) for entry in tuple(self)]
-        lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]
-        if not lost or _torch.in_functional_call():
-            return
-        with LOCK:
-            for entry, leaf in lost:
-                if _is_trained(leaf) and not entry.is_on(leaf) and entry in self:
-                    entry.move(leaf)
+def _follow(counter: ForwardCounter) -> None:
+    """Move every hook whose name has another parameter now; called when a forward begins."""
+    attachments = [attachment for attachment in tuple(counter.users) if attachment.kind is Kind.PARAM_GRAD]
+    entries = [entry for attachment in attachments for entry in attachment.members() if isinstance(entry, _HookAtLeaf)]
+    shards = _torch.fsdp_shards() if entries else {}
+    now = [(entry, entry.leaf_now(shards)) for entry in entries]
+    lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]
+    if not lost or _torch.in_functional_call():
+        return
+    with LOCK:
+        for entry, leaf in lost:
+            if _is_trained(leaf) and not entry.is_on(leaf) and not entry.attachment.removed:
+                entry.move(leaf)
 
 
 def _is_trained(leaf: Tensor) -> bool:
@@ -183,9 +179,7 @@ def hook_leaf(attachment: Attachment, name: str, leaf: Tensor, counter: ForwardC
     for module in filter(None, (owner() for owner in entry.owners)):
         hooks_of_module(module).add(entry)
     if entry.places:
-        if not isinstance(counter.leaves, _Leaves):
-            counter.leaves = _Leaves()
-        counter.leaves[entry] = None
+        counter.follow = _follow
 
 
 def parameter_entries(module: nn.Module) -> Iterator[HookAtSite]:
