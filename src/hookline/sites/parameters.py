@@ -1,16 +1,17 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
-``watch`` and ``trace`` only select. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`,
-which keeps our order and is found again by ``attached`` and ``debug.diagnose``.
+``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`; ``watch`` and ``trace`` only
+select, by `select_parameters`, and ``find`` lists by `parameter_entries`. Which modules a target means is asked of
+``targets``. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`, which keeps our order;
+``find`` and ``debug.diagnose`` know by its class which hooks are ours.
 
 Python's garbage collector cannot see what a leaf's hooks refer to: with torch's own, a hook that refers to its
 parameter or its model keeps them for good. So a `LeafHook` refers to the hooks weakly, and the module that owns the
 parameter keeps them, in its `ModuleHooks` like any other.
 
 A hook is on a name, not on the tensor that happened to be there: FSDP2, ``load_state_dict(assign=True)`` and a plain
-``module.weight = …`` put another parameter in its place. At the start of each forward of the model every hooked name is
-looked at, and the hooks move where it is another.
+``module.weight = …`` put another parameter in its place. At the start of each forward of the model its counter calls
+`_follow`, which looks at every hooked name and moves the hooks where it is another.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Users call `attach_tensor`, `attach_node` and `saved_tensors`; ``metta`` and ``sglang`` call `attach_tensor` too. Each
 is torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``, ``saved_tensors_hooks``).
-Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site; ``param_grad`` hooks on
-leaves go to ``parameters``.
+Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site; ``metta`` knows its own
+on a tensor by the ``attachment`` there. ``param_grad`` hooks on leaves go to ``parameters``.
 
-What torch is given belongs to the graph, and goes with it. It refers to the attachment; the attachment to its entry
-and, by ``on_remove``, to torch's handle; the entry refers back weakly. There must be no ring of strong references:
-everything is to be freed exactly when torch alone would free it.
+What torch is given belongs to the graph, and goes with it. It refers to the attachment and its entry; the attachment to
+its entry and, by ``on_remove``, to torch's handle; the entry refers back weakly. There must be no ring of strong
+references: everything is to be freed exactly when torch alone would free it.
 
 In code that is being compiled, `attach_tensor` on one tensor returns torch's own handle. The compiler traces it up to
 there, so it may do only what can be traced.
