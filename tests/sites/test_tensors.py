@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_sites import ignore
+from helpers_threads import in_threads
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -290,14 +292,26 @@ def test_removing_inside_the_block_stops_packing_at_once() -> None:
         handle.__enter__()
 
 
+def test_no_count_is_lost_where_two_threads_unpack_at_once() -> None:
+    """Autograd has threads of its own; a scope shows what it has done."""
+    both, adding = threading.Event(), []
+
+    class Slow(int):
+        def __add__(self, other: int) -> int:
+            adding.append(other)
+            both.set() if len(adding) == 2 else both.wait(0.5)
+            return int(self) + other
+
+    with hl.saved_tensors(lambda tensor: tensor, lambda packed: packed) as scope:
+        graphs = [leaf().sin() for _ in range(2)]
+    scope.unpacked = Slow()
+    in_threads(lambda number: graphs[number].sum().backward())
+    assert repr(scope) == "<SavedTensors: packed 2, unpacked 2>"
+
+
 def test_saved_tensors_are_used_as_a_block_and_of_functions() -> None:
-    """Whatever else is an error of ours; a scope shows what it has done."""
+    """Whatever else is an error of ours."""
     with pytest.raises(hl.errors.HookSignatureError, match="two functions, got an int"):
         hl.saved_tensors(3, lambda packed: packed)  # type: ignore[arg-type]
-    scope = hl.saved_tensors(lambda tensor: tensor, lambda packed: packed)
     with pytest.raises(hl.errors.ScopeError, match="not entered"):
-        scope.__exit__(None, None, None)
-    with scope:
-        y = torch.ones(2, requires_grad=True).sin()
-    y.sum().backward()
-    assert repr(scope) == "<SavedTensors: packed 1, unpacked 1>"
+        hl.saved_tensors(lambda tensor: tensor, lambda packed: packed).__exit__(None, None, None)

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -457,8 +458,8 @@ class SavedPart:
                 _repair_node(tensor)
         if not self.nodes or not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             return {}
-        nodes = self.nodes.items()
-        unhooked = [self.name(index) for index, node in nodes if _torch.accumulator_of(self.tensors[index]) is not node]
+        now = {index: get_gradient_edge(self.tensors[index]).node for index in self.nodes}
+        unhooked = [self.name(index) for index, node in self.nodes.items() if now[index] is not node]
         return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
     def restore_versions(self, *, advance: bool) -> None:
@@ -530,12 +531,12 @@ def _live_node(tensor: Tensor) -> Any:
     if not _can_accumulate(tensor) or not tensor.requires_grad:
         return None
     before = _torch.use_count(tensor)
-    node = _torch.accumulator_of(tensor)
+    node = get_gradient_edge(tensor).node
     return node if _torch.use_count(tensor) == before else None  # a node that was made just now adds one use
 
 
 def _repair_node(leaf: Tensor) -> None:
-    node = _torch.accumulator_of(leaf) if leaf.requires_grad else None
+    node = get_gradient_edge(leaf).node if leaf.requires_grad else None
     if node is not None:
         _torch.allow_accumulator(node)
     if node is None or not _torch.is_right_accumulator(node, leaf):

@@ -73,6 +73,9 @@ graph_task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 """The graph node whose backward runs in this thread; None outside of a backward pass."""
 
+will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
+"""Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
+
 
 def sequence_number_of(node: Any) -> int:
     """Return when a graph node was made; autograd runs the ready node with the largest number first."""
@@ -269,13 +272,12 @@ def place(hooks: dict[int, Any], hook_id: int, *, last: bool) -> None:
 _BEFORE_2_13: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-Shards: TypeAlias = dict[tuple[int, str], Any]
-"""What FSDP2 knows of each parameter it manages, by the id of its module and its name there."""
+Shards: TypeAlias = dict[tuple[int, str], Tensor]
+"""The parameters that the optimizer has and whose hooks FSDP2 calls, by the id of their module and their name there."""
 
 
 def fsdp_shards() -> Shards:
-    """Return all of them in this process: while a group is gathered, its modules show other parameters than the hooked
-    ones.
+    """Return all parameters in this process that FSDP2 manages: while they are gathered, their modules show others.
 
     The model's own modules would not do: the parameters may be managed by a module around it.
     """
@@ -287,13 +289,10 @@ def fsdp_shards() -> Shards:
     for state in states:
         # One group until torch 2.11, then a list of them; a state of another kind has neither.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for shard in [shard for group in groups if group is not None for shard in group.fsdp_params]:
-            info = shard._module_info
-            found[id(info.module), info.param_name] = shard
-            found |= {
-                (id(module), name): shard
-                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
-            }
+        for known in [known for group in groups if group is not None for known in group.fsdp_params]:
+            info = known._module_info
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            found |= {(id(at), name): known.sharded_param for at, name in ((info.module, info.param_name), *shared)}
     return found
 
 
@@ -301,12 +300,6 @@ def in_functional_call() -> bool:
     """Return whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
     code = stateless._functional_call.__code__
     return any(frame.f_code is code for frame in _frames())
-
-
-def sharded_parameter(shard: Any) -> Tensor:
-    """Return the parameter that the optimizer has, whose hooks FSDP2 calls."""
-    parameter: Tensor = shard.sharded_param
-    return parameter
 
 
 # -- modules that run: sites, observe, debug, factories, sglang ----------------------------------------------------
@@ -456,13 +449,10 @@ def is_tracing() -> bool:
     return any(map(_mode_of, _TRACERS))  # a mode is always true
 
 
-# -- optimizers: sites.optimizers, .tensors, .module_hooks, integrations.follow; will_execute: metta ---------------
+# -- optimizers: sites.optimizers, .module_hooks, integrations.follow ----------------------------------------------
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
-
-untraced: Final = _disable_dynamo
-"""Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
 
 def optimizer_hooks(optimizer: Optimizer | None, kind: str) -> OrderedDict[int, Any]:
@@ -509,10 +499,6 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 
 _WALKERS: Final = frozenset({optimizer_py.__name__, module_py.__name__})
 
-
-will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
-"""Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
-
 # -- torch.compile while it traces: sites, observe, factories, specs -----------------------------------------------
 
 
@@ -551,15 +537,6 @@ else:
 
 
 # -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes --------------------------------
-
-
-def operators(schema: str) -> Any:
-    """Return a library of ours with one more operator; more can be put into it."""
-    _LIBRARY.define(schema)
-    return _LIBRARY
-
-
-_LIBRARY: Final[Any] = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -748,6 +725,10 @@ def leave_to_python(*functions: Any, below: bool = True) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+untraced: Final = _disable_dynamo
+"""Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
+
+
 def untraced_in_place(function: _F) -> _F:
     """Decorate what runs as it is, as `untraced` does, without a wrapper around it: that takes 2.5 µs at each call.
 
@@ -900,13 +881,6 @@ use_count: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._use_
 
 swap_insides: Final[Callable[[Tensor, Tensor], None]] = torch._C._swap_tensor_impl
 """Exchange the insides of two tensor objects, whoever refers to them; torch's own verb refuses most of that."""
-
-
-def accumulator_of(leaf: Tensor) -> Any:
-    """Return the node that adds up gradients of ``leaf``, which requires some; made if there is none."""
-    with torch.enable_grad():
-        node: Any = leaf.view_as(leaf).grad_fn
-    return node.next_functions[0][0]
 
 
 def is_right_accumulator(node: Any, leaf: Tensor) -> bool:

@@ -7,12 +7,13 @@ calls taps and gates, they call the `BackwardCall`, the base of `GradientCall`, 
 observe one output; and that calls the user's hooks.
 
 Others use parts: ``module_hooks`` (`tap_output`), ``everywhere`` (`CallState`), ``sites.compiled`` (`fire_gradients`,
-`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`). In compiled code,
-``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with ``module=None``, while the
-compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks know only what the text of
-`plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to ``_TracedHooks``, or
-compiled code takes the default of the class, without an error. ``_torch.called_by_us`` knows this module by name, so
-that the torch functions called here fire no hooks on functions: call them for the gradients only here.
+`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`, `fitting_all`). In
+compiled code, ``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with
+``module=None``, while the compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks
+know only what the text of `plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to
+``_TracedHooks``, or compiled code takes the default of the class, without an error. ``_torch.called_by_us`` knows this
+module by name, so that the torch functions called here fire no hooks on functions: call them for the gradients only
+here.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and accumulates
 into leaves at once. So when the producer of an input runs, everything the module made has run and its parameters have
@@ -220,15 +221,10 @@ def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
     tensor, it is ``tensor`` itself, with None.
     """
     base = tensor._base
-    if (
-        base is None
-        or base.grad_fn is None
-        or tensor.numel() != base.numel()
-        or not tensor.is_contiguous()
-        or not base.is_contiguous()
-    ):
+    if base is None or base.grad_fn is None or tensor.numel() != base.numel():
         return tensor, None
-    return base, tensor.shape
+    is_reshape = tensor.is_contiguous() and base.is_contiguous()
+    return (base, tensor.shape) if is_reshape else (tensor, None)
 
 
 def accumulator(leaf: Tensor) -> Any:
@@ -417,14 +413,12 @@ class GradientHooks(HookContainer):
     # Defaults of the class, not set one by one for each of ten thousand modules.
     backward_pre: tuple[HookAtSite, ...] = ()
     backward: tuple[HookAtSite, ...] = ()
-    """The live hooks, in the order they run."""
+    """The live hooks, in the order they run; those in ``backward`` are shown the gradients of inputs."""
     has_gradients = False
     edits_gradients = False
     """Whether a hook may return gradients of inputs, which then pass a gate."""
     edits_outputs = False
     """The same for the gradients of outputs, which pass a gate if there are several."""
-    watches_inputs = False
-    """Whether there are ``backward`` hooks, which are shown the gradients of inputs."""
     observes_outputs = False
     """Whether all hooks only observe the gradients of outputs, in every context."""
     output_call: OutputCall | None = None
@@ -450,7 +444,6 @@ class GradientHooks(HookContainer):
         self.has_gradients = bool(pre or post)
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
-        self.watches_inputs = bool(post)
         only_observe = not any(_edits(entry) or entry.attachment.context is not None for entry in pre)
         self.observes_outputs = bool(pre) and not post and only_observe
         self.output_call = None
@@ -753,22 +746,18 @@ class GradientCall(BackwardCall):
         state = CallState(kwargs)
         state.call = self
         state.edges = {}
-        state.watches = hooks.watches_inputs
-        if len(args) == 1 and not kwargs and not hooks.edits_gradients:
-            only = args[0]
-            node = only.grad_fn if isinstance(only, Tensor) else None
-            if node is not None:
-                if hooks.uses_input_once and state.watches and not only.is_nested:
-                    # An alias in the place of the one user is the cheapest tap, and regroups no sum.
-                    self._takes_alias = True
-                    alias = only.view_as(only)
-                    tap(alias, alias.grad_fn).add_input(self, 0)
-                    return (alias,), state
-                self._watch_input(0, only, state)
-                return args, state
-            if isinstance(only, Tensor) and not only.requires_grad:
-                return args, state
-        return self._enter_any(args, kwargs, state)
+        state.watches = bool(hooks.backward)
+        only = args[0] if len(args) == 1 and not kwargs and not hooks.edits_gradients else None
+        if not isinstance(only, Tensor) or only.grad_fn is None:
+            return self._enter_any(args, kwargs, state)
+        if hooks.uses_input_once and state.watches and not only.is_nested:
+            # An alias in the place of the one user is the cheapest tap, and regroups no sum.
+            self._takes_alias = True
+            alias = only.view_as(only)
+            tap(alias, alias.grad_fn).add_input(self, 0)
+            return (alias,), state
+        self._watch_input(0, only, state)
+        return args, state
 
     def _enter_any(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: CallState
@@ -822,21 +811,17 @@ class GradientCall(BackwardCall):
         return new_args
 
     def _check_editable(self) -> None:
-        """Raise for a module or function that changes its input in place, if its name or ``inplace`` says so.
+        """Raise for a module that changes its input in place, if its ``inplace`` says so.
 
-        Torch allows no in-place change of what comes out of a gate.
+        Torch allows no in-place change of what comes out of a gate. Functions that do so have no such hooks.
         """
-        module: Any = self._module
-        if type(module) is FunctionSite:
-            name, in_place = module.name, module.name.endswith("_") and not module.name.endswith("__")
-        else:
-            name, in_place = type(module).__name__, getattr(module, "inplace", False) is True
-        if in_place:
+        module = self._module
+        if getattr(module, "inplace", False) is True:
             hook = next(entry for entry in self._hooks.backward if entry.attachment.may_edit)
             raise UnhookableError(
-                f"backward hook {hook.attachment.name!r} on {hook.name!r} may return other gradients, but {name} "
-                "changes its input in place, where none can be exchanged; attach with observe=True, or use the one "
-                "that writes elsewhere (inplace=False)."
+                f"backward hook {hook.attachment.name!r} on {hook.name!r} may return other gradients, but "
+                f"{type(module).__name__} changes its input in place, where none can be exchanged; attach with "
+                "observe=True, or use the one that writes elsewhere (inplace=False)."
             )
 
     def enter_afterwards(self, began: Began | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallState:
@@ -882,7 +867,7 @@ class GradientCall(BackwardCall):
         if any(view.is_changed() for view in state.views):
             return False
         tap(source, source.grad_fn).append((self, 0, shape))
-        if state.edges and self._hooks.watches_inputs and not state.gated:
+        if state.edges and self._hooks.backward and not state.gated:
             for boundary, hits in _torch.boundary([node], state.edges, self._first_node):
                 boundary.register_hook(self._collector(hits, {}))
         return True
@@ -914,7 +899,7 @@ class GradientCall(BackwardCall):
         """
         edges: _torch.Edges = {}
         parts: dict[int, ViewPart] = {}
-        if self._hooks.watches_inputs and not state.gated:
+        if self._hooks.backward and not state.gated:
             edges = {node: dict(outputs) for node, outputs in state.edges.items()}
             parts = self._follow_views(state, edges)
         if len(members) > 1:

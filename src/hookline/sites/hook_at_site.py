@@ -111,7 +111,7 @@ class _ThreadForward(threading.local):
 class ForwardCounter:
     """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
 
-    __slots__ = ("_counter", "_registered", "here", "hooked", "in_runs", "leaves", "model", "stand_in", "step", "users")
+    __slots__ = ("_counter", "_registered", "follow", "here", "hooked", "in_runs", "model", "stand_in", "step", "users")
 
     on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
     """Looks for a part that stands in for the model; set by ``module_hooks``, which is above this file."""
@@ -128,8 +128,8 @@ class ForwardCounter:
         need not be made again to count forwards."""
         self.hooked: set[Any] = set()
         """The `ModuleHooks` of the modules that were attached to through this model."""
-        self.leaves: Callable[[], None] | None = None
-        """``parameters._Leaves``, while there are hooks on parameters: moves them to what has replaced theirs."""
+        self.follow: Callable[[ForwardCounter], None] | None = None
+        """``parameters._follow``, once there are hooks on parameters: moves them to what has replaced theirs."""
         self.stand_in: Callable[[], nn.Module | None] | None = None
         """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
         self._counter = itertools.count()
@@ -162,8 +162,8 @@ class ForwardCounter:
             for hooks in tuple(self.hooked):
                 hooks.keep_places()
             self._registered = self._registered[1], registered
-        if self.leaves is not None:
-            self.leaves()
+        if self.follow is not None:
+            self.follow(self)
         if _torch.capturing():
             _warn_captured(type(self.model()).__name__)
 

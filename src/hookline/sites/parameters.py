@@ -1,16 +1,17 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`;
-``watch`` and ``trace`` only select. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`,
-which keeps our order and is found again by ``attached`` and ``debug.diagnose``.
+``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`; ``watch`` and ``trace`` only
+select, by `select_parameters`, and ``find`` lists by `parameter_entries`. Which modules a target means is asked of
+``targets``. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`, which keeps our order;
+``find`` and ``debug.diagnose`` know by its class which hooks are ours.
 
 Python's garbage collector cannot see what a leaf's hooks refer to: with torch's own, a hook that refers to its
 parameter or its model keeps them for good. So a `LeafHook` refers to the hooks weakly, and the module that owns the
 parameter keeps them, in its `ModuleHooks` like any other.
 
 A hook is on a name, not on the tensor that happened to be there: FSDP2, ``load_state_dict(assign=True)`` and a plain
-``module.weight = …`` put another parameter in its place. At the start of each forward of the model every hooked name is
-looked at, and the hooks move where it is another.
+``module.weight = …`` put another parameter in its place. At the start of each forward of the model its counter calls
+`_follow`, which looks at every hooked name and moves the hooks where it is another.
 """
 
 from __future__ import annotations
@@ -26,20 +27,11 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import listed, nearest_names
-from hookline.sites import _torch
+from hookline.sites import _torch, targets
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import HookAtSite, HookContainer, Site
+from hookline.sites.kinds import Kind
 from hookline.sites.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module
-from hookline.sites.targets import (
-    as_list,
-    check_model,
-    clean_pattern,
-    describe,
-    excluded,
-    name_matcher,
-    named_modules,
-    select,
-)
 from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
@@ -53,7 +45,7 @@ _Owners: TypeAlias = Iterable[tuple[nn.Module, str]]
 class _HookAtLeaf(HookAtSite):
     """One hook on one leaf; the modules that own the leaf keep it."""
 
-    __slots__ = ("__weakref__", "owners", "places", "shard")
+    __slots__ = ("__weakref__", "owners", "places")
 
     container: LeafHook
 
@@ -63,8 +55,6 @@ class _HookAtLeaf(HookAtSite):
         super().__init__(attachment, name, LeafHook.of(leaf), counter)
         self.places = tuple((weakref.ref(module), key) for module, key in owners)
         self.owners = tuple(dict.fromkeys(module for module, _ in self.places))
-        self.shard: Callable[[], Any] = lambda: None
-        """What FSDP2 knows of the parameter, if it is one of its."""
         self.container.take(self)
 
     def move(self, leaf: Tensor) -> None:
@@ -73,43 +63,30 @@ class _HookAtLeaf(HookAtSite):
         self.container = LeafHook.of(leaf)
         self.container.take(self)
 
-    def is_on(self, leaf: Tensor | None) -> bool:
+    def is_on(self, leaf: Tensor) -> bool:
         """Return whether that is the leaf, known by its dictionary: an id would be another's after its death."""
         hooks = self.container.hooks_of_leaf()
-        return leaf is not None and hooks is not None and _torch.leaf_hooks(leaf) is hooks
-
-    def is_in_place(self) -> bool:
-        """Return whether the hook's name still means its leaf."""
-        owner, key = self.places[0]
-        module, shard = owner(), self.shard()
-        if module is not None and self.is_on(module._parameters.get(key)):
-            return True
-        return shard is not None and self.is_on(_torch.sharded_parameter(shard))
+        return hooks is not None and _torch.leaf_hooks(leaf) is hooks
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
         """Return the parameter that has the hook's name now; None if none has.
 
-        ``shards`` are what FSDP2 knows of its parameters, by module and key.
+        Where FSDP2 manages it, that is one of ``shards``: the module shows the gathered one half of the time.
         """
         for owner, key in self.places:
             module = owner()
             leaf = None if module is None else module._parameters.get(key)
-            if leaf is None:
-                continue
-            shard = shards.get((id(module), key))
-            if shard is None:
-                return leaf
-            self.shard = weakref.ref(shard)  # the module itself shows the gathered parameter half of the time
-            return _torch.sharded_parameter(shard)
+            if leaf is not None:
+                return shards.get((id(module), key), leaf)
         return None
 
-    def leaf_site(self) -> Site:
-        """Return the `Site` of this firing, for a hook that declares one."""
-        module: Any = self.owners[0]() if self.owners else None
+    def site(self, module: Any) -> Site:
+        """Return the `Site` of this firing, in the module that the hook is named after; torch calls with the leaf."""
+        owner: Any = self.owners[0]() if self.owners else None
         step, call = self.counter.moment(self)
         if step < 0:  # on an accelerator, the backward runs in a thread that never began a forward
             step = self.counter.step
-        return Site(self.name, module, self.attachment.kind, call, step)
+        return Site(self.name, owner, self.attachment.kind, call, step)
 
 
 class LeafHook(HookContainer):
@@ -138,7 +115,7 @@ class LeafHook(HookContainer):
             self._handle.remove()  # the modules are gone that had the leaf; torch goes through a copy
         for entry in entries:
             entry.count()
-            entry.call(leaf, (), entry.leaf_site() if entry.attachment.wants_site else None)
+            entry.call(leaf, ())
 
     @property
     def entries(self) -> tuple[_HookAtLeaf, ...]:
@@ -163,10 +140,6 @@ class LeafHook(HookContainer):
             module_hooks = existing_hooks(module)
             if module_hooks is not None:
                 module_hooks.discard(entry)
-        leaves = entry.counter.leaves
-        if isinstance(leaves, _Leaves):
-            leaves.pop(entry, None)
-            entry.counter.leaves = leaves or None
 
     def _hold(self, entries: Iterable[_HookAtLeaf]) -> None:
         ranked = sorted(entries, key=lambda entry: entry.rank)
@@ -174,20 +147,19 @@ class LeafHook(HookContainer):
         self._refs = tuple(map(weakref.ref, ranked))
 
 
-class _Leaves(dict[_HookAtLeaf, None]):
-    """The hooks that were put on parameters through one counter; called when a forward begins."""
-
-    def __call__(self) -> None:
-        """Move every hook whose name has another parameter now."""
-        lost = [entry for entry in tuple(self) if not entry.is_in_place()]
-        if not lost or _torch.in_functional_call():
-            return
-        with LOCK:
-            shards = _torch.fsdp_shards()
-            for entry in lost:
-                leaf = entry.leaf_now(shards)
-                if leaf is not None and not entry.is_on(leaf) and _is_trained(leaf) and entry in self:
-                    entry.move(leaf)
+def _follow(counter: ForwardCounter) -> None:
+    """Move every hook whose name has another parameter now; called when a forward begins."""
+    attachments = [attachment for attachment in tuple(counter.users) if attachment.kind is Kind.PARAM_GRAD]
+    entries = [entry for attachment in attachments for entry in attachment.members() if isinstance(entry, _HookAtLeaf)]
+    shards = _torch.fsdp_shards() if entries else {}
+    now = [(entry, entry.leaf_now(shards)) for entry in entries]
+    lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]
+    if not lost or _torch.in_functional_call():
+        return
+    with LOCK:
+        for entry, leaf in lost:
+            if _is_trained(leaf) and not entry.is_on(leaf) and not entry.attachment.removed:
+                entry.move(leaf)
 
 
 def _is_trained(leaf: Tensor) -> bool:
@@ -208,9 +180,7 @@ def hook_leaf(attachment: Attachment, name: str, leaf: Tensor, counter: ForwardC
     for module in filter(None, (owner() for owner in entry.owners)):
         hooks_of_module(module).add(entry)
     if entry.places:
-        if not isinstance(counter.leaves, _Leaves):
-            counter.leaves = _Leaves()
-        counter.leaves[entry] = None
+        counter.follow = _follow
 
 
 def parameter_entries(module: nn.Module) -> Iterator[HookAtSite]:
@@ -250,8 +220,7 @@ def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedPar
                 owners[id(own)][module, key] = None
     shards = _torch.fsdp_shards()
     for name, parameter, module in chosen:
-        shard = shards.get((id(module), name.rpartition(".")[2]))
-        leaf = parameter if shard is None else _torch.sharded_parameter(shard)
+        leaf = shards.get((id(module), name.rpartition(".")[2]), parameter)
         hook_leaf(attachment, name, leaf, counter, owners[id(parameter)])
 
 
@@ -264,25 +233,25 @@ def select_parameters(
     all parameters below it. Every element of a list has to mean at least one; with ``trained``, at least one that
     gradients come to, and those that they do not come to are left out.
     """
-    check_model(model)
+    targets.check_model(model)
     everything = named_parameters(model)
     names: set[str] = set()
-    for item in as_list(target):
+    for item in targets.as_list(target):
         found = _matching(model, everything, item)
         if not found:
             raise _no_match(model, everything, item)
         if trained:
             _trainable([each for each in everything if each.name in found])
         names |= found
-    excluded_names = {name for item in excluded(exclude) for name in _matching(model, everything, item)}
+    excluded_names = {name for item in targets.excluded(exclude) for name in _matching(model, everything, item)}
     unwanted = {id(each.parameter) for each in everything if each.name in excluded_names}  # by any of its names
     kept: dict[int, NamedParameter] = {}
     for each in everything:
         if each.name in names and id(each.parameter) not in unwanted:
             kept.setdefault(id(each.parameter), each)
     if not kept:
-        what = "The model" if target is None else describe(target)
-        raise NoMatchError(f"{what} has parameters, but exclude={describe(exclude)} takes all of them away.")
+        what = "The model" if target is None else targets.describe(target)
+        raise NoMatchError(f"{what} has parameters, but exclude={targets.describe(exclude)} takes all of them away.")
     return _trainable(list(kept.values())) if trained else list(kept.values())
 
 
@@ -303,9 +272,9 @@ def _matching(model: nn.Module, everything: list[NamedParameter], item: Any) -> 
     found: set[str] = set()
     if isinstance(item, str | re.Pattern):
         names = [each.name for each in everything]
-        found = set(filter(name_matcher(clean_pattern(model, item, names)), names))
+        found = set(filter(targets.name_matcher(targets.clean_pattern(model, item, names)), names))
     try:
-        modules = {name for name, _ in select(model, item)}
+        modules = {name for name, _ in targets.select(model, item)}
     except NoMatchError:
         return found
     return found | {each.name for each in everything if is_below(each.name, modules)}
@@ -333,16 +302,17 @@ def _trainable(found: list[NamedParameter]) -> list[NamedParameter]:
 
 def _no_match(model: nn.Module, everything: list[NamedParameter], item: Any) -> Exception:
     kind = type(unwrap(model)).__name__
+    asked = "The model" if item is None else targets.describe(item)
     if isinstance(item, Tensor):
-        return TargetError(f"T{describe(item)[1:]} is not a parameter of this {kind}; it belongs to another model.")
+        return TargetError(f"T{asked[1:]} is not a parameter of this {kind}; it belongs to another model.")
     try:
-        select(model, item)
-        return NoMatchError(f"{'The model' if item is None else describe(item)} has no parameter in this {kind}.")
+        targets.select(model, item)
+        return NoMatchError(f"{asked} has no parameter in this {kind}.")
     except NoMatchError as error:
         if not isinstance(item, str | re.Pattern):
             return error  # it knows best what to say when there is no such module
-    names = [each.name for each in everything] + sorted({name for name, _ in named_modules(model)} - {""})
+    names = [each.name for each in everything] + sorted({name for name, _ in targets.named_modules(model)} - {""})
     text = item if isinstance(item, str) else item.pattern
     near = nearest_names(text, names)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else "it has none"
-    return NoMatchError(f"No parameter or module matches {describe(item)} in this {kind}; {hint}.")
+    return NoMatchError(f"No parameter or module matches {asked} in this {kind}; {hint}.")

@@ -2,12 +2,12 @@
 
 Users call `attach_tensor`, `attach_node` and `saved_tensors`; ``metta`` and ``sglang`` call `attach_tensor` too. Each
 is torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``, ``saved_tensors_hooks``).
-Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site; ``param_grad`` hooks on
-leaves go to ``parameters``.
+Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site; ``metta`` knows its own
+on a tensor by the ``attachment`` there. ``param_grad`` hooks on leaves go to ``parameters``.
 
-What torch is given belongs to the graph, and goes with it. It refers to the attachment; the attachment to its entry
-and, by ``on_remove``, to torch's handle; the entry refers back weakly. There must be no ring of strong references:
-everything is to be freed exactly when torch alone would free it.
+What torch is given belongs to the graph, and goes with it. It refers to the attachment and its entry; the attachment to
+its entry and, by ``on_remove``, to torch's handle; the entry refers back weakly. There must be no ring of strong
+references: everything is to be freed exactly when torch alone would free it.
 
 In code that is being compiled, `attach_tensor` on one tensor returns torch's own handle. The compiler traces it up to
 there, so it may do only what can be traced.
@@ -16,6 +16,7 @@ there, so it may do only what can be traced.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
@@ -30,10 +31,9 @@ from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.gradients import fitting, fitting_all
-from hookline.sites.handle import Handle, HookHandle
+from hookline.sites.handle import Handle, HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, Site
 from hookline.sites.kinds import NODE, TENSOR, Kind
-from hookline.sites.module_hooks import LOCK
 from hookline.sites.parameters import hook_leaf
 
 if TYPE_CHECKING:
@@ -130,10 +130,12 @@ def _watching(hook: Hook) -> Hook:
 
 
 def _register_together(tensors: list[Tensor], mode: Any, hook: _GraphHook) -> RemovableHandle:
-    """Have torch call the hook with the gradients of all tensors, or with the first of them."""
-    if mode == "any":
-        return register_multi_grad_hook(tensors, hook.see, mode="any")
-    return register_multi_grad_hook(tensors, lambda grads: hook.see(tuple(grads)), mode="all")
+    """Have torch call the hook with the gradients of all tensors, or with the first of them; none can be replaced."""
+
+    def see(found: Any) -> None:
+        hook.entry.run(found if mode == "any" else tuple(found))
+
+    return register_multi_grad_hook(tensors, see, mode=mode)
 
 
 def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
@@ -143,10 +145,10 @@ def _hook_leaves(attachment: Attachment, leaves: list[Tensor]) -> HookHandle:
         raise UnhookableError(
             f"Only leaves accumulate a gradient; this {_described(computed)} was computed. Use on='grad'."
         )
-    with LOCK:
+    with attaching(attachment) as handle:
         for leaf in {id(leaf): leaf for leaf in leaves}.values():
             hook_leaf(attachment, attachment.options.name or _described(leaf), leaf, NO_MODEL)
-        return HookHandle(attachment)
+    return handle
 
 
 def _tensors_in(given: Any) -> list[Tensor]:
@@ -257,10 +259,12 @@ class _HookInGraph(HookAtSite):
     def run(self, value: Any, *more: Any) -> Any:
         """Call the hook, with whatever options it has."""
         self.count()
-        if not self.attachment.wants_site:
-            return self.call(value, more)
-        none: Any = None  # there is no module
-        return self.call(value, more, Site(self.name, none, self.attachment.kind, self.fired - 1))
+        return self.call(value, more)
+
+    def site(self, module: Any) -> Site:
+        """Return the `Site` of this firing, which is in no module."""
+        none: Any = None
+        return Site(self.name, none, self.attachment.kind, self.fired - 1)
 
 
 @unserializable_hook
@@ -269,36 +273,25 @@ class _GraphHook:
 
     __slots__ = ("__weakref__", "attachment", "entry")
 
-    def __init__(self, attachment: Attachment) -> None:
+    def __init__(self, attachment: Attachment, name: str) -> None:
         self.attachment = attachment
-        self.entry: _HookInGraph = cast(_HookInGraph, None)  # `_hook_graph` sets it, once torch has given a handle
-
-    @property
-    def edits(self) -> bool:
-        """Return whether what the hook returns goes on in the place of what it was shown."""
-        return not self.attachment.options.observe
+        self.entry = _HookInGraph(attachment, attachment.options.name or name)
 
     def __call__(self, value: Any, *more: Any) -> Any:
         result = self.entry.run(value, *more)
-        if result is None or not self.edits:
+        if result is None or self.attachment.options.observe:
             return None
         return (fitting_all if isinstance(value, tuple) else fitting)(result, value, self.entry)
-
-    def see(self, value: Any) -> None:
-        """Run the hook where nothing can be replaced."""
-        self.entry.run(value)
 
 
 def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHook], RemovableHandle]) -> HookHandle:
     """Register a hook with torch; our observers stay behind our edits."""
-    with LOCK:
-        hook = _GraphHook(attachment)
-        handle = register(hook)
-        hook.entry = _HookInGraph(attachment, attachment.options.name or name)
-        attachment.on_remove = functools.partial(_take_off, handle)
-        if hook.edits:
-            _move_observers_back(handle)
-        return HookHandle(attachment)
+    with attaching(attachment) as handle:
+        registered = register(_GraphHook(attachment, name))
+        attachment.on_remove = functools.partial(_take_off, registered)
+        if not attachment.options.observe:
+            _move_observers_back(registered)
+    return handle
 
 
 def _take_off(handle: RemovableHandle, attachment: Attachment) -> None:
@@ -309,7 +302,7 @@ def _take_off(handle: RemovableHandle, attachment: Attachment) -> None:
 def _move_observers_back(handle: RemovableHandle) -> None:
     hooks: Any = handle.hooks_dict_ref() if hasattr(handle, "hooks_dict_ref") else {}  # several tensors have many
     for number, other in list(hooks.items()):
-        if isinstance(other, _GraphHook) and not other.edits:
+        if isinstance(other, _GraphHook) and other.attachment.options.observe:
             hooks[number] = hooks.pop(number)  # torch goes by insertion, which move_to_end() leaves as it was
 
 
@@ -355,6 +348,7 @@ class SavedTensors(Handle):
             if not callable(hook):
                 raise HookSignatureError(f"saved_tensors takes two functions, got {type_name(hook)}.")
         self._pack_hook, self._unpack_hook = pack, unpack
+        self._counting = threading.RLock()  # also for pack and unpack: autograd has threads of its own
         self._open = 0
         self.packed = 0
         """The number of tensors that were packed."""
@@ -370,13 +364,15 @@ class SavedTensors(Handle):
         if self.removed:
             raise ScopeError("These saved_tensors were removed; make new ones.")
         self._scope().__enter__()
-        self._open += 1
+        with self._counting:
+            self._open += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._open:
-            raise ScopeError("These saved_tensors are left, but were not entered.")
-        self._open -= 1
+        with self._counting:
+            if not self._open:
+                raise ScopeError("These saved_tensors are left, but were not entered.")
+            self._open -= 1
         self._scope().__exit__(*exc_info)
 
     def __repr__(self) -> str:
@@ -392,12 +388,14 @@ class SavedTensors(Handle):
         tensor = tensor if tensor.grad_fn is None else tensor.detach()
         if self.removed:
             return False, tensor
-        self.packed += 1
+        with self._counting:
+            self.packed += 1
         return True, self._pack_hook(tensor)
 
     def _unpack(self, kept: tuple[bool, Any]) -> Tensor:
         is_packed, value = kept
         if not is_packed:
             return value  # type: ignore[no-any-return]
-        self.unpacked += 1
+        with self._counting:
+            self.unpacked += 1
         return self._unpack_hook(value)

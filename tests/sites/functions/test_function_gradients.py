@@ -254,6 +254,15 @@ def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias() -> None:
         hl.attach_function("torch.Tensor.add_", lambda fn, grads, _: grads, on="backward")
 
 
+def test_the_gradient_of_what_is_given_back_is_edited_and_a_leaf_stays_one() -> None:
+    """``contiguous`` gives most tensors back as they are: their gradients come through it all the same."""
+    x = torch.ones(2, requires_grad=True)
+    with hl.attach_function("*.contiguous", lambda fn, grad_inputs, _: (2 * grad_inputs[0],), on="backward"):
+        assert x.contiguous() is x
+        (x * 1).contiguous().sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
 @pytest.mark.parametrize("glob", ["*", "torch.*", "torch.Tensor.*"])
 def test_a_glob_leaves_alone_what_is_about_the_tensor_itself(glob: str) -> None:
     """Kept gradients, copies and layers that initialise themselves in place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -149,17 +150,13 @@ def user_function(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class Callable:
-    def __call__(self, x: Any) -> Any:
-        return x
-
-
 REFUSED: list[tuple[Any, type, str]] = [
     ("torch.nn.functional.rleu", hl.errors.NoMatchError, "'torch.nn.functional.relu'"),
     ("torch.matmull", hl.errors.NoMatchError, "'torch.matmul'"),
     ("*.sofmax", hl.errors.NoMatchError, "softmax"),
     ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax'"),
     ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
+    ("torch.ops.aten.sofmax", hl.errors.NoMatchError, "nearest: 'aten.softmax'"),
     ("aten.no_such_operator*", hl.errors.NoMatchError, "'aten.no_such_operator*'"),
     ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
     (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),
@@ -169,7 +166,7 @@ REFUSED: list[tuple[Any, type, str]] = [
     ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.errors.NoMatchError, "'aten.nope'"),
     (math.sin, hl.errors.UnhookableError, "sin is not a function that torch lets be overridden"),
     (user_function, hl.errors.UnhookableError, "user_function is not a function"),
-    (Callable(), hl.errors.UnhookableError, "Callable object"),
+    (functools.partial(user_function), hl.errors.UnhookableError, "functools.partial"),
     (nn.Linear, hl.errors.TargetError, "Linear is no function: for modules, use hookline.attach"),
     ([], hl.errors.TargetError, "give a function, or a name or glob"),
     ([torch.mm, Pair, "aten.mm.default", math.sin], hl.errors.UnhookableError, "sin"),

@@ -129,11 +129,14 @@ def _pretend_join(parts: list[Tensor], kinds: int) -> list[Tensor]:
     return [parts[kind].new_empty([sum(part.numel() for part in parts[kind::kinds])]) for kind in range(kinds)]
 
 
+_LIBRARY: Final[Any] = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
 def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Callable[..., Any]) -> Any:
-    library = _torch.operators(f"{name}({arguments}) -> Tensor[]")
-    library.impl(name, compute, "CompositeExplicitAutograd")
-    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"hookline::{name}", pretend, lib=library)
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"hookline::{name}", pretend, lib=_LIBRARY)
     return getattr(torch.ops.hookline, name).default
 
 

@@ -52,7 +52,7 @@ def plan_of(hooks: GradientHooks) -> str:
     """
     if not hooks.has_gradients:
         return ""
-    once = hooks.uses_input_once and hooks.watches_inputs
+    once = hooks.uses_input_once and bool(hooks.backward)
     summaries = [entry.attachment.summary for entry in hooks.backward_pre if entry.attachment.summary is not None]
     numbers = "".join(f"+{number}" for number in sorted({ops.keep_maker(summary) for summary in summaries}))
     letters = {
@@ -103,7 +103,6 @@ class _TracedHooks(GradientHooks):
         self.has_gradients = True
         self.edits_outputs = "o" in plan
         self.edits_gradients = "i" in plan
-        self.watches_inputs = "b" in plan
         self.uses_input_once = "u" in plan
 
 

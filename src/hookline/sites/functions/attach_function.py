@@ -174,7 +174,7 @@ def _take_off(attachment: Attachment, scope: Scope, began: tuple[int, int]) -> N
     for entry in attachment.entries:
         entry.container.discard(entry)
     _publish()
-    _restore_classes(attachment)
+    _restore_classes()
     # If this thread has made graph nodes, the hook could have fired, though no forward of a model has begun: the
     # receipt then warns of a hook that never did.
     if began[0] == threading.get_ident() and began[1] < _torch.sequence_number():
@@ -190,10 +190,11 @@ def _scope_of(model: nn.Module, kind: Kind) -> Scope:
     """Return the scope of a model, made if there is none; its hooks count from the next forward on."""
     counter = counter_of(model, kind)
     module_hooks = hooks_of_module(model)
-    if not isinstance(module_hooks.around, Scope):
-        module_hooks.set_around(Scope(counter))
-    assert isinstance(module_hooks.around, Scope)
-    return module_hooks.around
+    scope = module_hooks.around
+    if scope is None:
+        scope = Scope(counter)
+        module_hooks.set_around(scope)
+    return scope
 
 
 _Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
@@ -202,15 +203,33 @@ _Others: TypeAlias = "tuple[weakref.ref[Scope], ...]"
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-class _FunctionMode(TorchFunctionMode):
-    """Torch calls it for every function of torch while it is on the stack of its thread."""
+class _Mode:
+    """A mode of one thread; it is on its stack exactly while there are hooks for it."""
 
-    stack = _torch.FUNCTION_MODES
+    stack: _torch.ModeStack
     is_on = False
 
     def __init__(self, thread: _Thread) -> None:
         super().__init__()
         self.thread = thread
+
+    def switch(self, *, wanted: bool) -> None:
+        """Put the mode on its stack, or take it off.
+
+        While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the
+        next call of this takes it off.
+        """
+        if wanted and not self.is_on:
+            self.stack.slip_under(self)
+            self.is_on = True
+        elif self.is_on and not wanted:
+            self.is_on = not self.stack.take_out(self)
+
+
+class _FunctionMode(_Mode, TorchFunctionMode):
+    """Torch calls it for every function of torch while it is on the stack of its thread."""
+
+    stack = _torch.FUNCTION_MODES
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = self.thread.hooks_on(func)
@@ -218,10 +237,10 @@ class _FunctionMode(TorchFunctionMode):
             _warn_compiled()
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread)
 
 
-class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorMode(_Mode, _torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch calls it for every operator, below autograd: edits count for the run, and not for its gradients.
 
     It keeps its thread: on a GPU, a backward pass runs in a thread of autograd, to which torch lends the modes of the
@@ -229,12 +248,7 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     stack = _torch.DISPATCH_MODES
-    is_on = False
     supports_higher_order_operators = True
-
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.thread = thread
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -251,7 +265,7 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks = None
         if hooks is None or self.thread.in_class_hook or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {}, self.thread.hooks_on)
+        return hooks.call(func, args, kwargs or {}, self.thread)
 
 
 class _Patch:
@@ -287,7 +301,7 @@ class _Patch:
                 # A subclass is another function.
                 thread = _THREADS.this
                 hooks = None if thread.in_class_hook or cls is not hooked else thread.hooks_on(cls)
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread.hooks_on)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, thread)
 
         return Hooked
 
@@ -297,25 +311,16 @@ class _Patch:
 
 
 _PATCHED: Final[dict[type, _Patch]] = {}
-"""The classes that have hooks now."""
+"""The classes that have hooks now; to be changed under LOCK."""
 
 
-def _patch_class(attachment: Attachment, place: Place) -> None:
-    """Have a class show its calls for as long as the attachment is on; under LOCK."""
-    if place.func not in _PATCHED:
-        _PATCHED[place.func] = _Patch(place)
-    _PATCHED[place.func].users.add(attachment)
-
-
-def _restore_classes(attachment: Attachment | None = None) -> None:
-    """Give the classes their own bases back that have no hooks any more, now that ``attachment`` is off; under LOCK.
+def _restore_classes() -> None:
+    """Give the classes their own bases back that have no hooks any more; under LOCK.
 
     A class whose hooks went with their model waits for the next hook on a function that comes or goes.
     """
     for patch in tuple(_PATCHED.values()):
-        if attachment is not None:
-            patch.users.discard(attachment)
-        if not patch.users:
+        if all(attachment.removed for attachment in patch.users):
             patch.restore()
             del _PATCHED[patch.cls]
 
@@ -337,7 +342,6 @@ def _unseen(hook: Any) -> Any:
 # -- one call of a function ----------------------------------------------------------------------------------------
 _PLAIN: Final = (type(None), bool, int, float, str)
 _Tensors: TypeAlias = tuple[Tensor, ...]
-_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
 
 
 class FunctionHooks(GradientHooks):
@@ -353,10 +357,10 @@ class FunctionHooks(GradientHooks):
         self.told = ()  # a `FunctionSite` has step and call itself, so nothing is to be counted for them
         self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
 
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], thread: _Thread) -> Any:
         """Return the function's result, with its hooks around it; ``run`` is the function itself.
 
-        ``live`` gives the hooks of a function as they are now: a hook before the call may change those after it.
+        The hooks after the call are those that ``thread`` has by then: one before it may change them.
         """
         fn = FunctionSite(self._name, self._func, args, kwargs, self._counters)
         given = _tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -367,11 +371,11 @@ class FunctionHooks(GradientHooks):
         if passed is not given:
             args, kwargs = _with_tensors((args, kwargs), passed)
         output = run(*args, **kwargs)
-        if passed is not inputs:  # an in-place function returns what it was given, an alias
-            originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
-            output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
+        if passed is not inputs:  # a leaf that is given back, as by ``to``, has to stay a leaf, and no alias of one
+            leaves = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True) if tensor.is_leaf}
+            output = tree.replace(output, lambda tensor: leaves.get(id(tensor), tensor))
         outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
-        now = live(self._func)
+        now = thread.hooks_on(self._func)
         edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
         fn.let_go()
         if wiring is not None:
@@ -404,11 +408,8 @@ def _watch_outputs(wiring: GradientCall, state: CallState, outputs: _Tensors) ->
     """
     if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
         return outputs
-    if len(outputs) != 1:
-        watched: _Tensors = wiring.leave(outputs, state)
-        return watched
-    only = wiring.leave(outputs[0], state)
-    return outputs if only is outputs[0] else (only,)
+    watched: _Tensors = wiring.leave(outputs, state)
+    return watched
 
 
 def _fire(
@@ -497,7 +498,9 @@ class Scope(HookContainer):
         """Put a hook on a function; `_publish` makes it count."""
         entry = HookAtSite(attachment, place.name, self, self.counter)
         if isinstance(place.func, type):
-            _patch_class(attachment, place)
+            if place.func not in _PATCHED:
+                _PATCHED[place.func] = _Patch(place)
+            _PATCHED[place.func].users.add(attachment)
             entry.hook = _unseen(entry.hook)
         self.hooks[entry] = place.func
         return entry
@@ -574,21 +577,8 @@ class _Thread:
         """Have each mode on its stack exactly while there are hooks for it."""
         self._made_at = -1
         hooks = self._all_hooks()
-        _switch(self._operators, hooks.has_operators)
-        _switch(self._functions, hooks.has_functions)
-
-
-def _switch(mode: _FunctionMode | _OperatorMode, wanted: bool) -> None:
-    """Put a mode of ours on its stack, or take it off.
-
-    While one of our hooks runs, torch keeps the mode aside and puts it back after: then `take_out` fails, and the next
-    call of this takes it off.
-    """
-    if wanted and not mode.is_on:
-        mode.stack.slip_under(mode)
-        mode.is_on = True
-    elif mode.is_on and not wanted:
-        mode.is_on = not mode.stack.take_out(mode)
+        self._operators.switch(wanted=hooks.has_operators)
+        self._functions.switch(wanted=hooks.has_functions)
 
 
 def _publish() -> None:

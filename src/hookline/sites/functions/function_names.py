@@ -17,8 +17,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.overrides import get_overridable_functions, resolve_name
@@ -29,8 +28,7 @@ from hookline.sites import _torch
 from hookline.sites.targets import as_list, describe, excluded, name_matcher
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """One function, and how it can be reached."""
 
     name: str
@@ -134,13 +132,11 @@ def _function_place(item: Any) -> Place:
 
 
 def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
-    text = pattern if isinstance(pattern, str) else pattern.pattern
+    text = _text_of(pattern)
     if not text:
         raise TargetError(_EMPTY)
-    if isinstance(pattern, str):
-        pattern = text = text.removeprefix("torch.ops.").replace("::", ".")
-    matches = name_matcher(pattern)
-    namespace = re.split(r"\\?[.:]", text)[0]
+    matches = name_matcher(text if isinstance(pattern, str) else pattern)
+    namespace = _namespace_of(text)
     if namespace in _operator_namespaces():
         for op in _operators(namespace):
             if matches(str(op)) or matches(str(op.overloadpacket)):
@@ -153,10 +149,19 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
     for cls in _function_classes():
         place = _class_place(cls)
         # A glob does not mean classes of torch or hookline; their full name does.
-        is_meant = place.name == text or not place.name.startswith(("torch.", "hookline."))
-        is_meant = is_meant and (text == place.name or _is_meant(place.name, asked))
-        if is_meant and (matches(place.name) or matches(cls.__qualname__)):
+        is_meant = not place.name.startswith(("torch.", "hookline.")) and _is_meant(place.name, asked)
+        if place.name == text or (is_meant and (matches(place.name) or matches(cls.__qualname__))):
             yield place
+
+
+def _text_of(pattern: str | re.Pattern[str]) -> str:
+    """Return the text of a pattern; a glob as operators are called here, so "aten.mm" for "torch.ops.aten::mm"."""
+    return pattern.removeprefix("torch.ops.").replace("::", ".") if isinstance(pattern, str) else pattern.pattern
+
+
+def _namespace_of(text: str) -> str:
+    """Return the first part of the text of a glob or regular expression."""
+    return re.split(r"\\?[.:]", text)[0]
 
 
 def _is_meant(name: str, asked: str) -> bool:
@@ -197,13 +202,13 @@ def _class_place(cls: type[torch.autograd.Function]) -> Place:
     return Place(f"{cls.__module__}.{cls.__qualname__}", cls)
 
 
-def _function_classes() -> Iterator[type[torch.autograd.Function]]:
-    todo: list[type[torch.autograd.Function]] = [torch.autograd.Function]
-    while todo:
-        for cls in todo.pop().__subclasses__():
-            todo.append(cls)
-            if hasattr(cls, "apply"):
-                yield cls
+def _function_classes(
+    base: type[torch.autograd.Function] = torch.autograd.Function,
+) -> Iterator[type[torch.autograd.Function]]:
+    """Yield every class below ``base``."""
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _function_classes(cls)
 
 
 def _operator_namespaces() -> set[str]:
@@ -221,9 +226,9 @@ def _operators(namespace: str) -> Iterator[_torch.OpOverload]:
                 yield operator
 
 
-def _no_match(item: Any) -> NoMatchError:
-    text = item if isinstance(item, str) else item.pattern
-    namespace, last = re.split(r"[.:]", text)[0], text.rpartition(".")[2].strip("*")
+def _no_match(item: str | re.Pattern[str]) -> NoMatchError:
+    text = _text_of(item)
+    namespace, last = _namespace_of(text), text.rpartition(".")[2].strip("*")
     if namespace in _operator_namespaces():
         names = sorted({str(op.overloadpacket) for op in _operators(namespace)})
     else:

@@ -70,24 +70,17 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], N
     return end
 
 
-class _Within(threading.local):
-    """What this thread is in the middle of."""
-
-    backward = False
-    """Whether a ``backward()`` of losses."""
-
-
 def around_backward(before: Callable[[Sequence[Any]], None], after: Callable[[], None]) -> Callable[[], None]:
     """Call ``before(losses)`` and ``after()`` around each outermost ``backward()`` of losses; return what ends it.
 
     ``loss.backward()`` calls ``torch.autograd.backward``, which is wrapped. ``after`` is called after an error too.
     """
-    within = _Within()
+    within = threading.local()  # `backward`: whether this thread is in the middle of one of losses
 
     def around(original: Any, *args: Any, **kwargs: Any) -> Any:
         # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
         gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        if gradients is not None or within.backward:
+        if gradients is not None or getattr(within, "backward", False):
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         before(tensors if isinstance(tensors, list | tuple) else (tensors,))
