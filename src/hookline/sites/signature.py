@@ -112,7 +112,7 @@ def may_return_value(hook: Hook) -> bool:
     code = _code_of(hook)
     if code is None or _runs_later(code):
         return True
-    steps = list(dis.get_instructions(code))
+    steps = _instructions(code)
     for index, (before, step) in enumerate(pairwise(steps), 1):
         if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
@@ -143,7 +143,7 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
         return letters
     first = 0 if isinstance(hook, FunctionType) else 1  # of a method, self
     names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
-    loaded = {step.argval for step in dis.get_instructions(code) if "LOAD_FAST" in step.opname}
+    loaded = {step.argval for step in _instructions(code) if "LOAD_FAST" in step.opname}
     # One instruction may load two names.
     loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
     used = loaded | set(code.co_cellvars)  # which functions inside it use
@@ -172,6 +172,12 @@ def _code_of(hook: Any) -> CodeType | None:
     return hook.__code__ if isinstance(hook, FunctionType) else None
 
 
+@functools.lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """Return the instructions of a function. Kept, since it takes 50 µs, and each attaching of a hook asks twice."""
+    return tuple(dis.get_instructions(code))
+
+
 _GIVE_NONE = {"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "setattr", "update"} | {
     *("debug", "info", "warning")
 }
@@ -179,7 +185,7 @@ _GIVE_NONE = {"append", "appendleft", "discard", "extend", "insert", "print", "p
 tensor has one of these names."""
 
 
-def _called_last(steps: list[dis.Instruction]) -> str | None:
+def _called_last(steps: tuple[dis.Instruction, ...]) -> str | None:
     """Return the name of the function whose value a lambda returns; None if it is no plain call.
 
     A function is pushed together with a second value (its ``self``, or nothing), and its arguments above these. So the
