@@ -91,7 +91,7 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
         if each == 1:
             kernel.take([(readable(parts[0]), by_row, divisor)])
         else:
-            kernel.add_found([(by_row, parts, each, divisor)])
+            kernel.add_found([(by_row, parts, each)], divisor)
         assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
     found = state.read()
     assert np.allclose(found[0], found[2], rtol=1e-5)

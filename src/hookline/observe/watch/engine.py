@@ -374,23 +374,26 @@ class StatsEngine:
         for device, some in notes.items():
             self._take_notes(device, some)
 
-    def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
-        """Add what compiled code has found, as `find_in` of graph.py gives it.
+    def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int]], scale: Any) -> None:
+        """Add what compiled code has found, as `find_in` of graph.py gives it, divided by ``scale``.
 
-        Each item has a place, the tensors found, how many numbers each entry of them stands for (1: it is the tensor
-        itself, to be read), and a scale.
+        Each item has a place, the tensors found, and how many numbers each entry of them stands for (1: it is the
+        tensor itself, to be read).
         """
-        by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
+        by_row: dict[torch.device, list[tuple[StatRow, list[Tensor], int]]] = {}
         whole: list[Note] = []
-        for place, found, each, scale in items:
+        for place, found, each in items:
             if each == 1:
                 whole.append((place, found[0], scale))
             else:
                 device = found[0].device
-                by_row.setdefault((device, id(scale)), []).append((self.row(place, device), found, each, scale))
+                by_row.setdefault(device, []).append((self.row(place, device), found, each))
         self.take_all(whole)
-        for (device, _), some in by_row.items():
-            self._take_rows(device, some)
+        for device, some in by_row.items():
+            if not self._by_kernel(device, partial(Kernel.add_found, items=some, scale=scale)):
+                with torch.no_grad():
+                    for row, found, each in some:
+                        row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
     def _take_on_host(self, place: WatchedPlace, tensor: Tensor, scale: Any) -> Tensor | None:
         """Add a tensor that the CPU reduces; return the numbers of any other, None if that is done or it has none."""
@@ -400,7 +403,7 @@ class StatsEngine:
         elif local.device.type in _READ_ON_HOST:
             self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
             if place.beside:
-                self._take_by_unit([(place, local, scale)], None)
+                self._take_by_unit(local.device, [(place, local, scale)])
             return None
         return local
 
@@ -416,13 +419,8 @@ class StatsEngine:
         launch = kernel.prepare([(tensor, self.row(place, device), None) for place, tensor, _ in notes])
 
         def run() -> None:
-            if self._kernels[device] is kernel:
-                try:
-                    launch()
-                    return
-                except Exception as error:
-                    self._give_up_kernel(device, error)
-            self._take_notes(device, notes)
+            if not self._by_kernel(device, lambda _: launch()):
+                self._take_notes(device, notes)
 
         return run
 
@@ -435,14 +433,9 @@ class StatsEngine:
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         if self.layout.by_unit:
-            self._take_by_unit(notes, self.kernel(device))
-        kernel = self.kernel(device)
-        if kernel is not None:
-            try:
-                kernel.take(list(self._inputs(device, notes)))
-                return
-            except Exception as error:  # no compiler for C, for instance
-                self._give_up_kernel(device, error)
+            self._take_by_unit(device, notes)
+        if self._by_kernel(device, lambda kernel: kernel.take(list(self._inputs(device, notes)))):
+            return
         for place, tensor, scale in notes:
             try:
                 with torch.no_grad():
@@ -467,26 +460,15 @@ class StatsEngine:
                     continue
             yield tensor, row, scale
 
-    def _take_rows(self, device: torch.device, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
-        kernel = self.kernel(device)
-        if kernel is not None:
-            try:
-                kernel.add_found(items)
-                return
-            except Exception as error:
-                self._give_up_kernel(device, error)
-        with torch.no_grad():
-            for row, found, each, scale in items:
-                row.merge_tensor(row_of_parts(found, each, self.layout, scale))
-
-    def _take_by_unit(self, notes: Sequence[Note], kernel: Kernel | None) -> None:
+    def _take_by_unit(self, device: torch.device, notes: Sequence[Note]) -> None:
         """Add what is kept per unit; a tensor that cannot be read costs neither the run nor the rest."""
+        has_kernel = self.kernel(device) is not None
         counted: dict[torch.dtype, list[tuple[Note, ExponentInput]]] = {}
         with torch.no_grad(), self.lock:
             for place, tensor, scale in notes:
                 try:
                     for statistic in place.beside:
-                        if kernel is None or isinstance(statistic, AliveUnits):
+                        if not has_kernel or isinstance(statistic, AliveUnits):
                             statistic.take(tensor.detach(), scale)
                         else:
                             item = readable(tensor), statistic.on(tensor.device), scale
@@ -494,14 +476,20 @@ class StatsEngine:
                 except Exception as error:
                     place.give_up(tensor, error)
             for same in counted.values():  # of one type, so that all are counted or none
-                if kernel is not None:
-                    try:
-                        kernel.count([item for _, item in same])
-                        continue
-                    except Exception as error:  # no compiler for C, for instance
-                        self._give_up_kernel(same[0][0][1].device, error)
-                        kernel = None
-                self._take_by_unit([note for note, _ in same], None)
+                if not self._by_kernel(device, partial(Kernel.count, items=[item for _, item in same])):
+                    self._take_by_unit(device, [note for note, _ in same])
+
+    def _by_kernel(self, device: torch.device, work: Callable[[Kernel], None]) -> bool:
+        """Have the kernel of a device do some work; return False if it cannot, and torch has to."""
+        kernel = self.kernel(device)
+        if kernel is None:
+            return False
+        try:
+            work(kernel)
+            return True
+        except Exception as error:  # no compiler for C, for instance
+            self._give_up_kernel(device, error)
+            return False
 
     def kernel(self, device: torch.device) -> Kernel | None:
         """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""

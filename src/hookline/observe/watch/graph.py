@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.kernel import is_read_in_place, rounds_of
+from hookline.observe.watch.kernel import is_read_in_place
 from hookline.sites import _torch
 from hookline.sites.compiled.graph_passes import arrange
 
@@ -184,15 +184,13 @@ class GraphHandover:
                     return
             except Exception:  # the engine says why, if the kernel does not work for it either
                 self._calls.clear()
-        self._engine.take_found([(place, share.of(found), share.each, scale) for place, share in self._shares])
+        self._engine.take_found([(place, share.of(found), share.each) for place, share in self._shares], scale)
 
     def _add_rows(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> None:
         tables = self._tables.get(stream)
         if tables is None:
-            entries = [(self._engine.row(place, found[0].device).address, *share[:3]) for place, share in self._shares]
-            rounds = rounds_of(entries, by=0)
-            tables = [kernel.upload([number for entry in some for number in entry]) for some in rounds]
-            self._tables[stream] = tables
+            rows = [(self._engine.row(place, found[0].device), share) for place, share in self._shares]
+            tables = self._tables[stream] = kernel.row_tables([(row.address, *share[:3]) for row, share in rows])
         for table in tables:
             kernel.add_rows(table, found, scale)
 
