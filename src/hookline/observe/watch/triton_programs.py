@@ -69,19 +69,14 @@ def _centre(numbers, left, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _first_of(pair, ELEMENT: tl.constexpr):
+def _half_of(pair, HALF: tl.constexpr, ELEMENT: tl.constexpr):
+    """Return the first number of a pair, for a HALF of 0, or the second one."""
     if ELEMENT == tl.bfloat16:
-        return (pair << 16).to(tl.float32, bitcast=True)
+        bits = pair & -65536 if HALF else pair << 16
+        return bits.to(tl.float32, bitcast=True)
     else:
-        return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _second_of(pair, ELEMENT: tl.constexpr):
-    if ELEMENT == tl.bfloat16:
-        return (pair & -65536).to(tl.float32, bitcast=True)
-    else:
-        return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        bits = pair >> 16 if HALF else pair
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -192,15 +187,13 @@ def reduce_chunks(
                 high_pair = _of_pairs(HIGHER, high_pair, pair)
                 # 1 for each half, unless it is a zero of either sign
                 filled += _of_pairs("min.u16x2 $0, $1, $2;", pair & 0x7FFF7FFF, 0x00010001)
-                about = _first_of(pair, ELEMENT) - centre
-                sum_ += about
-                squares += about * about
-                about = _second_of(pair, ELEMENT) - centre
-                sum_ += about
-                squares += about * about
+                for half in tl.static_range(2):
+                    about = _half_of(pair, half, ELEMENT) - centre
+                    sum_ += about
+                    squares += about * about
             words += 4 * LANES
-        low = lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
-        high = higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
+        low = lower(_half_of(low_pair, 0, ELEMENT), _half_of(low_pair, 1, ELEMENT))
+        high = higher(_half_of(high_pair, 0, ELEMENT), _half_of(high_pair, 1, ELEMENT))
         # 16 bits each: a chunk has less than 2^16 pairs per lane
         zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
         place = words.to(tl.pointer_type(ELEMENT))
@@ -208,8 +201,9 @@ def reduce_chunks(
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):
                 x = tl.load(place + (part * LANES + lanes)).to(WIDE)
-                sum_ += x - centre
-                squares += (x - centre) * (x - centre)
+                about = x - centre
+                sum_ += about
+                squares += about * about
                 low = lower(low, x)
                 high = higher(high, x)
                 zeros += (x == 0.0).to(tl.int32)
