@@ -198,7 +198,7 @@ def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     layout = LAYOUTS["two thresholds"]
     deferring, plain = StatsEngine(layout), StatsEngine(layout)
     deferring._kernels[CPU] = _kernel(layout)
-    pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU))
+    pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU), CPU)
     torch.manual_seed(0)
     for step in range(3):
         for name in ("kept", "changed", "kept"):
@@ -279,7 +279,7 @@ def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monk
         launch(name, constants, *args)
 
     monkeypatch.setattr(counting, "_launch", refuse)
-    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
+    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU), CPU)
     types = {"a": torch.float32, "b": torch.float64, "c": torch.float64, "d": torch.int64, "e": torch.float32}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

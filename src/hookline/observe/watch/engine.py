@@ -488,7 +488,7 @@ class StatsEngine:
             work(kernel)
             return True
         except Exception as error:  # no compiler for C, for instance
-            self._give_up_kernel(device, error)
+            self._give_up_kernel(device, error_text(error))
             return False
 
     def kernel(self, device: torch.device) -> Kernel | None:
@@ -501,9 +501,8 @@ class StatsEngine:
                 self._give_up_kernel(device, "Triton is not installed; pip install triton brings it")
         return self._kernels[device]
 
-    def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
+    def _give_up_kernel(self, device: torch.device, reason: str) -> None:
         self._kernels[device] = None
-        reason = why if isinstance(why, str) else error_text(why)
         warn_user(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
             f"kernel does not work here ({reason})."

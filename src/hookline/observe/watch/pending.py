@@ -36,7 +36,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import WatchedPlace
 
-_CPU: Final = torch.device("cpu")
 _STRIDED: Final = torch.strided
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
@@ -70,11 +69,9 @@ class PendingTensors:
     it at the other, each by one step that no other thread can divide.
     """
 
-    def __init__(
-        self, reduce: Callable[[Sequence[Note]], None], device: torch.device = _CPU, *, limit: int | None = None
-    ) -> None:
+    def __init__(self, reduce: Callable[[Sequence[Note]], None], device: torch.device) -> None:
         self._reduce = reduce
-        self._limit = limit_of(device) if limit is None else limit
+        self._limit = limit_of(device)
         self._streams = Streams(device)
         self._index = -1 if device.index is None else device.index
         self._notes: deque[_Kept] = deque()
