@@ -173,22 +173,25 @@ def metrics_of(rows: NDArray[np.float64], layout: Layout, prefixes: Sequence[str
 
     Once something was not finite, `_AFTER_NONFINITE` are reported whether asked for or not.
     """
-    count, bad = rows[:, COUNT], rows[:, BAD]
-    names = [name for name in layout.stats if name not in layout.by_unit]
-    more = [name for name in _AFTER_NONFINITE if name not in names] if bad.any() else []
-    is_there = np.repeat((count > 0)[:, None], len(names) + len(more), axis=1)
+    is_seen, is_bad = rows[:, COUNT] > 0, rows[:, BAD] > 0
     # On a GPU, compiled code counts NaN and Inf once its graph is made anew; until then there is none to report.
-    is_counted = rows[:, NAN] + rows[:, INF] > 0
-    for column, name in enumerate(more, len(names)):
-        is_there[:, column] &= (bad > 0) & (is_counted | (name == "nonfinite"))
-    with np.errstate(all="ignore"):
-        found = [_values(name, dict(zip(layout.names, rows.T, strict=True))) for name in (*names, *more)]
-    for column, name in enumerate((*names, *more)):
+    is_counted = is_bad & (rows[:, NAN] + rows[:, INF] > 0)
+    names = [name for name in layout.stats if name not in layout.by_unit]
+    more = [name for name in _AFTER_NONFINITE if name not in names] if is_bad.any() else []
+    cells = dict(zip(layout.names, rows.T, strict=True))
+    found: list[tuple[str, list[float], list[bool]]] = []
+    for name in (*names, *more):
+        with np.errstate(all="ignore"):
+            values = _values(name, cells)
+        is_there = is_seen
+        if name in more:
+            is_there = is_seen & (is_bad if name == "nonfinite" else is_counted)
         if name in ("finite_min", "finite_max"):
-            is_there[:, column] &= np.isfinite(found[column])  # else no finite number was seen
-    keys = [prefix + name for prefix in prefixes for name in (*names, *more)]
-    values = np.stack(found, axis=1).reshape(-1).tolist() if found else []
-    return {key: value for key, value, there in zip(keys, values, is_there.reshape(-1).tolist(), strict=True) if there}
+            is_there = is_there & np.isfinite(values)  # else no finite number was seen
+        found.append((name, values.tolist(), is_there.tolist()))
+    return {
+        prefix + name: values[row] for row, prefix in enumerate(prefixes) for name, values, there in found if there[row]
+    }
 
 
 def _values(name: str, cells: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
