@@ -29,7 +29,7 @@ from hookline.distributed.shards import Placed, arrived, placed
 from hookline.error_policy import error_text, warn_user
 from hookline.messages import type_name
 from hookline.observe.host_values import fetch, unit_axis
-from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
+from hookline.observe.watch.kernel import READ, ExponentInput, Kernel, KernelInput, is_available, readable
 from hookline.observe.watch.pending import Note, PendingTensors
 from hookline.observe.watch.row import BAD, factor_of, merge_into, metrics_of, reduce, reduce_on_device, row_of_parts
 from hookline.sites import _torch
@@ -37,7 +37,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.kernel import ExponentInput, KernelInput
     from hookline.observe.watch.row import Layout
 
 _BINS: Final = 256
@@ -446,9 +445,7 @@ class StatsEngine:
     def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows; in the common case without a call of a Python function."""
         for place, tensor, scale in notes:
-            row = place.rows.get(device)
-            if row is None:
-                row = self.row(place, device)
+            row = place.rows.get(device) or self.row(place, device)
             # A view that has still to be negated (``is_neg``) is the imaginary part of a conjugate. In memory that is
             # every second number, so it is not contiguous, unless it has fewer than two. To ask ``is_neg`` takes as
             # long as all else here together.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.kernel import is_read_in_place
+from hookline.observe.watch.kernel import Kernel, is_read_in_place
 from hookline.sites import _torch
 from hookline.sites.compiled.graph_passes import arrange
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hookline.observe.watch.engine import StatsEngine, WatchedPlace
-    from hookline.observe.watch.kernel import Kernel
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Share
 
@@ -53,17 +52,16 @@ def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tup
 
     1 means that it is the tensor itself, whose statistics are not known yet.
     """
-    numbers = tensor.detach()
-    if numbers.device.type not in _BY_ROW:
-        return [numbers], 1
-    if numbers.dim() > 3:
-        numbers = numbers.flatten(2)  # images: a row is one channel of one image
+    whole = tensor.detach()
+    if whole.device.type not in _BY_ROW:
+        return [whole], 1
     hand_over_late()
-    if numbers.dim() == 0 or not layout.fits_one_read or _is_read_whole(numbers.dtype, is_gradient):
-        return [tensor.detach()], 1
+    if whole.dim() == 0 or layout.details or layout.thresholds or _is_read_whole(whole.dtype, is_gradient):
+        return [whole], 1
+    numbers = whole.flatten(2) if whole.dim() > 3 else whole  # images: a row is one channel of one image
     each = numbers.shape[-1]
     if not _torch.is_known_to_be_at_most(each, _LONGEST) or each < _SHORTEST:
-        return [tensor.detach()], 1
+        return [whole], 1
     return _FIND(numbers, each), each
 
 

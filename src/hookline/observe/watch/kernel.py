@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 
 from hookline.observe.watch.pending import Streams
-from hookline.observe.watch.row import flat_view
+from hookline.observe.watch.row import Layout, flat_view
 
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatRow
-    from hookline.observe.watch.row import Layout
 
 JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""

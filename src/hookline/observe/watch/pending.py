@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -230,8 +230,7 @@ class Streams:
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Return a block whose work is put on stream ``number``."""
-        context: Any = torch.cuda.stream
-        return nullcontext() if number == self.now() else cast(AbstractContextManager[Any], context(self._of(number)))
+        return nullcontext() if number == self.now() else torch.cuda.stream(self._of(number))
 
     def join(self, number: int) -> None:
         """Make the current stream wait for stream ``number``, which is another one."""
@@ -240,5 +239,4 @@ class Streams:
     def _of(self, number: int) -> torch.cuda.Stream:
         if not number:  # given 0, ExternalStream would be any stream
             return torch.cuda.default_stream(self._device)
-        other: Any = torch.cuda.ExternalStream
-        return cast(torch.cuda.Stream, other(number, self._device))
+        return torch.cuda.ExternalStream(number, self._device)  # type: ignore[no-untyped-call]

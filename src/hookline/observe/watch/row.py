@@ -110,11 +110,6 @@ class Layout:
         """The columns for thresholds."""
         return tuple(map(_over_name, self.thresholds))
 
-    @property
-    def fits_one_read(self) -> bool:
-        """Whether a compiled graph on a GPU finds all columns that are asked for."""
-        return not self.details and not self.thresholds
-
     @cached_property
     def empty(self) -> tuple[float, ...]:
         """The row of nothing."""

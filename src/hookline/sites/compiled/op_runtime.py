@@ -25,6 +25,7 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
+from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Grads
-    from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.gradients import Moments
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import ModuleHooks
