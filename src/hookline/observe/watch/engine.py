@@ -406,15 +406,15 @@ class StatsEngine:
             return None
         return local
 
-    def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
-        """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
+    def prepare(self, notes: Sequence[Note]) -> Callable[[], None]:
+        """Return a call that reduces these tensors of one GPU as they are then; launches are worked out now.
 
-        None if the kernel does not work there. Each place has to come once.
+        Each place has to come once.
         """
         device = notes[0][1].device
         kernel = self.kernel(device)
         if kernel is None:
-            return None
+            return partial(self._take_notes, device, notes)
         launch = kernel.prepare([(tensor, self.row(place, device), None) for place, tensor, _ in notes])
 
         def run() -> None:

@@ -173,12 +173,9 @@ def reduce_chunks(
     if PAIRS:
         words = place.to(tl.pointer_type(tl.int32))
         # What comparing begins with: twice infinity, and twice minus infinity, as the bits of two numbers.
-        if ELEMENT == tl.bfloat16:
-            low_pair = tl.full([LANES], 0x7F807F80, tl.int32)
-            high_pair = tl.full([LANES], -0x007F0080, tl.int32)
-        else:
-            low_pair = tl.full([LANES], 0x7C007C00, tl.int32)
-            high_pair = tl.full([LANES], -0x03FF0400, tl.int32)
+        INF_PAIR: tl.constexpr = 0x7F807F80 if ELEMENT == tl.bfloat16 else 0x7C007C00
+        low_pair = tl.full([LANES], INF_PAIR, tl.int32)
+        high_pair = tl.full([LANES], INF_PAIR - 0x7FFF8000, tl.int32)  # with both signs
         filled = tl.zeros([LANES], tl.int32)
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):

@@ -89,19 +89,19 @@ def _run_steps(hook: Slot, module: nn.Module, values: tuple[Any, ...]) -> tuple[
     """
     steps, reads, _, _, numbers = hook.recipe.split("/")
     for place, step in enumerate(steps):
-        if step == "w":
-            _fire(hook, steps, place, reads, *values)
-        elif step == "s":
-            _summarize(hook, steps, place, numbers, values[0] if len(values) == 2 else values[2])
-        else:
+        if step == "e":
             values = _edit(hook, steps, place, module, values)
+        elif _torch.exporting():  # an exported program is to run where there is no hookline
+            continue
+        elif step == "w":
+            _fire(hook, steps, place, reads, *values)
+        else:
+            _summarize(hook, steps, place, numbers, values[0] if len(values) == 2 else values[2])
     return values
 
 
 def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, *output: Any) -> None:
     """Put the operator into the graph that runs the observers of a step; hand over only what they read."""
-    if _torch.exporting():  # an exported program is to run where there is no hookline
-        return
     parts = Parts()
     if output and "o" not in reads:
         output = (None,)
@@ -112,8 +112,6 @@ def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any
 
 def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
     """Trace what the summary of a step makes of the tensors in ``value``, and hand that over."""
-    if _torch.exporting():  # an exported program is to run where there is no hookline
-        return
     tensors = [leaf for _, leaf in tree.leaves(value) if _is_carried(leaf)]
     found = ops.MAKERS[int(numbers.split(",")[place])](tensors)
     if found is not None:
