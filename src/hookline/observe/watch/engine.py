@@ -349,13 +349,11 @@ class StatsEngine:
         if place.kind in _AT_ONCE or self.kernel(device) is None:
             self._take_notes(device, [(place, local, scale)])
             return
-        pending = self._pending.get(device)
-        if pending is None:
-            made = PendingTensors(partial(self._take_notes, device), device)
+        if device not in self._pending:
             # By setdefault, which no other thread can interrupt: tensors in a `PendingTensors` that was replaced would
             # be lost.
-            pending = self._pending.setdefault(device, made)
-        pending.take(place, local, scale)
+            self._pending.setdefault(device, PendingTensors(partial(self._take_notes, device), device))
+        self._pending[device].take(place, local, scale)
 
     def take_all(self, tensors: Iterable[Note]) -> None:
         """Add the statistics of several tensors at once, each with its place and scale; those on a GPU in one launch.

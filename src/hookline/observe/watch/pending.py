@@ -36,7 +36,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import WatchedPlace
 
-_STRIDED: Final = torch.strided
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
 """Bytes; see `limit_of`."""
@@ -106,7 +105,7 @@ class PendingTensors:
         if (
             type(tensor) is not Tensor
             or tensor.get_device() != self._index
-            or tensor.layout is not _STRIDED
+            or tensor.layout is not torch.strided
             or tensor.is_nested
             or (_torch.transforms_active() and _torch.is_wrapped(tensor))
         ):

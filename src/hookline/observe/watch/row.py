@@ -11,7 +11,7 @@ a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all
 
 The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device` and
 `row_of_parts`, and by number in ``triton_programs``: change all together. A new statistic that columns of today can
-tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and its name in the sets of what it needs.
+tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and its name in `Layout.of`, at what it needs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
-_OF_SQUARES: Final = frozenset({"mean", "std", "norm", "rms"})
-"""A mean too: from squares `_moments` sees that it is so far from 0 that sums have to be taken about it once more."""
-_OF_SUMS: Final = frozenset({"mean", "std"})
-_EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
 _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
 """Statistics kept beside the row: the keys of `BY_UNIT` in engine.py, which says what a new one needs."""
@@ -88,11 +84,12 @@ class Layout:
         return cls(
             stats=tuple(dict.fromkeys(_over_name(_threshold(name)) if _is_over(name) else name for name in names)),
             thresholds=thresholds,
-            squares=not wanted.isdisjoint(_OF_SQUARES),
-            sums=not wanted.isdisjoint(_OF_SUMS),
-            extremes=not wanted.isdisjoint(_EXTREMES | {"nonfinite"} | _DETAILS),
+            # A mean too: squares show `_moments` that it is so far from 0 that sums are to be taken about it again.
+            squares=bool(wanted & {"mean", "std", "norm", "rms"}),
+            sums=bool(wanted & {"mean", "std"}),
+            extremes=bool(wanted & {"min", "max", "absmax", "nonfinite", *_DETAILS}),
             zeros="zero_fraction" in wanted,
-            details=not wanted.isdisjoint(_DETAILS),
+            details=bool(wanted & _DETAILS),
         )
 
     @cached_property
@@ -377,7 +374,7 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
     count = numbers.numel()
     one = torch.ones((), dtype=_WIDE, device=tensor.device)
     if not count:
-        return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=tensor.device)
+        return _row_of_nothing(layout, tensor.device)
     finite, nan = numbers.isfinite(), numbers.isnan().sum()
     bad = count - finite.sum()
     total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
@@ -390,17 +387,21 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
 def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
     """Return the row of a tensor from what compiled code has found in its rows of ``each`` numbers."""
     sums, squares, lows, highs, zeros = (part.to(_WIDE) for part in found)
+    if not sums.numel():
+        return _row_of_nothing(layout, sums.device)
     one = torch.ones((), dtype=_WIDE, device=sums.device)
     factor = one if scale is None else one / torch.as_tensor(scale, device=sums.device)
-    least, most = -one * math.inf, -one * math.inf
-    if sums.numel():
-        least, most = -lows.amin(), highs.amax()
-    bad = ~(least.isfinite() & most.isfinite()) if sums.numel() else one * 0
+    least, most = -lows.amin(), highs.amax()
+    bad = ~(least.isfinite() & most.isfinite())
     # Of a place with something else than numbers, the rest was not looked at.
     finite = [torch.where(end.isfinite(), end, -math.inf) for end in (least + 0 * most, most + 0 * least)]
     added = [one, one * sums.numel() * each, sums.sum() * factor, squares.sum() * factor**2, zeros.sum(), bad]
     added += [one * 0] * (len(layout.added) - len(added))
     return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (least, most, *finite))])
+
+
+def _row_of_nothing(layout: Layout, device: torch.device) -> Tensor:
+    return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=device)
 
 
 def factor_of(scale: Any) -> float:
