@@ -6,11 +6,12 @@ It chooses the reducer by the device: `reduce` on the CPU; on a GPU a `Kernel`, 
 `PendingTensors` collects; where there is no Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device;
 dead units and histograms are kept beside it.
 
-Rows have the columns of `Layout` (row.py): before the others come those that are added up; reducers and
-triton_programs.py write them by number. A row must never move, as compiled code writes to its address. A statistic
-per unit is a class in `BY_UNIT`, a name in ``_BY_UNIT`` of row.py, a case in ranks.py, and one in `_take_by_unit`,
-where all but `AliveUnits` goes to the kernel as exponents. Taking a tensor must neither wait for a GPU nor end the
-run.
+Rows have the columns of `Layout` (row.py), those that are added up first; reducers and triton_programs.py write them by
+number. A row must never move, as compiled code writes to its address. Taking a tensor must neither wait for a GPU nor
+end the run: what the kernel fails at, torch does (`_by_kernel`).
+
+A new statistic per unit is a class in `BY_UNIT`, a name in ``_BY_UNIT`` of row.py, a case in `_take_by_unit`, where all
+but `AliveUnits` goes to the kernel as exponents, and one in ranks.py, unless ranks are added up.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 `StatsEngine` makes one `Kernel` for each device and calls `take`, `count`, `add_found` and `prepare`; for compiled code
 `GraphHandover` calls `prepare`, `divisor`, `row_tables` and `add_rows`. The fingerprints of ``debug.compare`` use the
 helpers (`is_available`, `on_device`, `kernel_types`). The programs in `triton_programs` read each tensor once, and add
-what they found to rows.
-Nothing waits for the device and nothing comes back from it; one small table goes up through pinned memory. Training
-takes the same memory at each step. So where all tensors lie at the addresses of an earlier step, the table is on the
-device already and the launches are known: the host only makes them. Not for a CUDA graph that is being recorded
-(`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
+what they found to rows. Nothing waits for the device and nothing comes back from it; one small table goes up through
+pinned memory. Training takes the same memory at each step. So where all tensors lie at the addresses of an earlier
+step, the table is on the device already and the launches are known: the host only makes them. Not for a CUDA graph that
+is being recorded (`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
 
 The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
-arguments is written down there a second time. Change both files together. A share of `row_tables` begins as `Share` of
-op_schemas.py does (`GraphHandover` hands its fields on).
+arguments is written down there a second time. Change both files together. In the shares of `row_tables` the three
+fields behind the address are the first three of `Share` (op_schemas.py), which `GraphHandover` hands on. A new program
+needs its warps in `_WARPS`, and a `_launch` with the constants it is compiled with.
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.

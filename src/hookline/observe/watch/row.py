@@ -3,15 +3,16 @@
 Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
 asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU (``debug.first_bad`` too),
 by `reduce_on_device` on devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine,
-`RankStats`, `Watch` and the ready hooks make metrics and tables of them. kernel.py uses `flat_view`, and fingerprints
-of traces `extremes`.
+`RankStats`, `Watch` and the ready hooks make metrics and tables of them. Columns are read by their numbers in hooks.py,
+monitor.py, step_alarm.py and ``debug.first_bad``. kernel.py uses `flat_view`, and fingerprints of traces `extremes`.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
 
 The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device` and
 `row_of_parts`, and by number in ``triton_programs``: change all together. A new statistic that columns of today can
-tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and its name in `Layout.of`, at what it needs.
+tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, its name in `Layout.of`, at what it needs, and one
+in the lists for users: the docstring of ``watch`` (watch.py), and docs/factories.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Only `Kernel` (by `program_named`, when it first launches one) and ``debug.compare.triton_fingerprint`` (`job_of`,
 `FIELDS`) import this file, since Triton may not be installed. The columns of a row stand here as numbers (2 is the sum,
 3 the squares, up to 7; behind the thresholds, from ``num_added`` on, the extremes): ``row.py`` has their order. Tables
-and arguments are read by position, as ``kernel.py`` writes them, and for ``fold_rows`` ``graph.py`` too (`_by_row`,
-`GraphHandover`). `_BINS` is the one of ``engine.py``. Change the files together.
+and arguments are read by position, as ``kernel.py`` writes them; the five parts that ``fold_rows`` adds up come in the
+order of `_by_row` in ``graph.py``. `_BINS` is the one of ``engine.py``. Change the files together.
 
 ``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which ``merge_slots`` adds to
 rows. No program writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a

@@ -8,7 +8,7 @@ of `Parts` and an argument of ``op_schemas.FIRE``. ``op_runtime._ONLY_OUTPUT`` i
 
 The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
 with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an
-object that no graph can carry ('O').
+object that no graph can carry ('O'). Where no container of that class can be made, a hook gets a tuple or a dict.
 
     >>> import torch
     >>> parts = Parts()
