@@ -17,6 +17,7 @@ triton_programs.py, and to `_TYPES`: change all together, and count up the numbe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -90,7 +91,7 @@ def hand_over_late() -> None:
 def _by_row(numbers: Any, each: int, aten: Callable[..., Any]) -> list[Any]:
     """Return sums, sums of squares, minima, maxima and numbers of zeros of the rows.
 
-    ``aten`` calls an operator by its name: it computes it (`_compute`), or has the compiler write it (`open_late`).
+    ``aten`` calls an operator by its name: it computes it, or has the compiler write it (`open_late`).
     """
     narrow = aten("_to_copy.default", aten("reshape.default", numbers, [-1, each]), dtype=torch.float32)
     wide = aten("_to_copy.default", narrow, dtype=torch.float64)
@@ -107,10 +108,6 @@ _TYPES: Final = (torch.float64, torch.float64, torch.float32, torch.float32, tor
 """The types of what `_by_row` returns."""
 
 
-def _compute(numbers: Tensor, each: int) -> list[Tensor]:
-    return _by_row(numbers, each, _torch.call_aten)
-
-
 def _pretend(numbers: Tensor, each: int) -> list[Tensor]:
     # Here, and not when this file is imported: both look for inductor among the loaded modules. If inductor is what
     # compiles this graph, it is loaded by now.
@@ -123,10 +120,6 @@ def _join(parts: list[Tensor], kinds: int) -> list[Tensor]:
     return [torch.cat(list(parts[kind::kinds])) for kind in range(kinds)]
 
 
-def _pretend_join(parts: list[Tensor], kinds: int) -> list[Tensor]:
-    return [parts[kind].new_empty([sum(part.numel() for part in parts[kind::kinds])]) for kind in range(kinds)]
-
-
 def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Callable[..., Any]) -> Any:
     library = _torch.operators(f"{name}({arguments}) -> Tensor[]")
     library.impl(name, compute, "CompositeExplicitAutograd")
@@ -137,9 +130,9 @@ def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Cal
 
 # The compiler keeps its code on disk by the name of the operator: if the operator computes something else, count up the
 # number in its name.
-_FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", _compute, _pretend)
+_FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", partial(_by_row, aten=_torch.call_aten), _pretend)
 """The operator that finds statistics by row; the compiler opens it only when it writes the loops."""
-_JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _pretend_join)
+_JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _join)
 """The operator that joins what was found: each ``kinds``-th part, beginning with each of the first ``kinds``."""
 
 
