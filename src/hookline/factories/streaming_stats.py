@@ -10,7 +10,6 @@ operator, and they are reduced together.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -158,8 +157,7 @@ class Copies:
         with self._streams.on(self._stream):
             if list(waiting) != self._launch[0]:
                 notes = [(module.watched, buffer, None) for module, buffer in waiting.items()]
-                launch = self._engine.prepare(notes) or functools.partial(self._engine.take_all, notes)
-                self._launch = list(waiting), launch
+                self._launch = list(waiting), self._engine.prepare(notes)
             self._launch[1]()
 
 

@@ -164,7 +164,7 @@ def test_rows_of_compiled_code_add_up_as_by_torch(joined: bool, monkeypatch: pyt
         if joined:
             handover.take(buffers, scale)
         for each in (plain,) if joined else (plain, engine):
-            each.take_found([(each.place(name, ""), *one, scale) for name, one in zip(names, found, strict=True)])
+            each.take_found([(each.place(name, ""), *one) for name, one in zip(names, found, strict=True)], scale)
     ours, theirs = engine.snapshot().rows, plain.snapshot().rows
     assert np.allclose(ours, theirs, rtol=1e-12, equal_nan=True)
     assert ours[:, 0].tolist() == [4, 2, 2, 2, 2]
@@ -198,7 +198,7 @@ def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     layout = LAYOUTS["two thresholds"]
     deferring, plain = StatsEngine(layout), StatsEngine(layout)
     deferring._kernels[CPU] = _kernel(layout)
-    pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU))
+    pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU), CPU)
     torch.manual_seed(0)
     for step in range(3):
         for name in ("kept", "changed", "kept"):
@@ -273,13 +273,13 @@ def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monk
     counting = engine._kernels[CPU] = _kernel(COUNTED)
     launch = counting._launch
 
-    def refuse(name: str, key: Any, *args: Any) -> None:
-        if key is torch.float64:
+    def refuse(name: str, constants: tuple[Any, ...], *args: Any) -> None:
+        if constants[0] == kernels.kernel_types()[torch.float64][0]:
             raise RuntimeError("no C compiler")
-        launch(name, key, *args)
+        launch(name, constants, *args)
 
     monkeypatch.setattr(counting, "_launch", refuse)
-    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
+    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU), CPU)
     types = {"a": torch.float32, "b": torch.float64, "c": torch.float64, "d": torch.int64, "e": torch.float32}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

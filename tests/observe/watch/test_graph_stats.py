@@ -41,7 +41,7 @@ def test_rows_tell_what_the_whole_does(dtype: torch.dtype, shape: tuple[int, ...
         found, each = rows.find_in(x, layout)
         assert each == {(2, 1): 1, (7, 1031): 1, (3, 8200): 1, (5, 3072): 1, (2, 5, 12, 12): 144}.get(shape, shape[-1])
         engine = StatsEngine(layout)
-        engine.take_found([(engine.place("x", ""), found if each > 1 else [x], each, None)])
+        engine.take_found([(engine.place("x", ""), found if each > 1 else [x], each)], None)
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
         assert_close(metrics, reference([x], DEFAULT_STATS))
 

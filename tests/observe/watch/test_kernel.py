@@ -99,7 +99,7 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
 def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the package needs Triton to be imported, and a GPU without it is no place for the kernel."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    kernel._has_triton.cache_clear()
+    kernel.is_available.cache_clear()
     engine = StatsEngine(Layout.of(None))
     try:
         assert not kernel.is_available(torch.device("cuda"))
@@ -107,7 +107,7 @@ def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> 
             assert engine.kernel(torch.device("cuda", 0)) is None
         assert engine.kernel(torch.device("cuda", 0)) is None  # said once
     finally:
-        kernel._has_triton.cache_clear()
+        kernel.is_available.cache_clear()
     code = "import sys; sys.modules['triton'] = None; import hookline as hl; assert hl.watch; print('fine')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "fine\n", done.stderr

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from hookline.observe.watch.engine import WatchedPlace
 from hookline.observe.watch.pending import PendingTensors
 
+CPU = torch.device("cpu")
+
 
 class Seen:
     """A reducer that keeps what it was shown: by name, and how many came together."""
@@ -29,10 +31,10 @@ def _place(name: str = "a") -> WatchedPlace:
     return WatchedPlace(name, "forward")
 
 
-def _made(*names: str, **options: Any) -> tuple[Any, ...]:
+def _made(*names: str) -> tuple[Any, ...]:
     """A reducer, tensors that wait for it, and places: one, or those that are named."""
     seen = Seen()
-    return seen, PendingTensors(seen, **options), *map(_place, names or "a")
+    return seen, PendingTensors(seen, CPU), *map(_place, names or "a")
 
 
 def _known(pending: PendingTensors, *places: WatchedPlace) -> None:
@@ -99,7 +101,7 @@ def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
 def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
     """Gradients noted in a backward pass are reduced when it is over, once, without anybody asking."""
     seen = Seen()
-    pending = PendingTensors(seen)
+    pending = PendingTensors(seen, CPU)
     places = [_place(name) for name in "ab"]
     _known(pending, *places)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))

@@ -6,11 +6,12 @@ It chooses the reducer by the device: `reduce` on the CPU; on a GPU a `Kernel`, 
 `PendingTensors` collects; where there is no Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device;
 dead units and histograms are kept beside it.
 
-Rows have the columns of `Layout` (row.py): before the others come those that are added up; reducers and
-triton_programs.py write them by number. A row must never move, as compiled code writes to its address. A statistic
-per unit is a class in `BY_UNIT`, a name in ``_BY_UNIT`` of row.py, a case in ranks.py, and one in `_take_by_unit`,
-where all but `AliveUnits` goes to the kernel as exponents. Taking a tensor must neither wait for a GPU nor end the
-run.
+Rows have the columns of `Layout` (row.py), those that are added up first; reducers and triton_programs.py write them by
+number. A row must never move, as compiled code writes to its address. Taking a tensor must neither wait for a GPU nor
+end the run: what the kernel fails at, torch does (`_by_kernel`).
+
+A new statistic per unit is a class in `BY_UNIT`, a name in ``_BY_UNIT`` of row.py, a case in `_take_by_unit`, where all
+but `AliveUnits` goes to the kernel as exponents, and one in ranks.py, unless ranks are added up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hookline.distributed.shards import Placed, arrived, placed
 from hookline.error_policy import error_text, warn_user
 from hookline.messages import type_name
 from hookline.observe.host_values import fetch, unit_axis
-from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
+from hookline.observe.watch.kernel import READ, ExponentInput, Kernel, KernelInput, is_available, readable
 from hookline.observe.watch.pending import Note, PendingTensors
 from hookline.observe.watch.row import BAD, factor_of, merge_into, metrics_of, reduce, reduce_on_device, row_of_parts
 from hookline.sites import _torch
@@ -37,7 +38,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.kernel import ExponentInput, KernelInput
     from hookline.observe.watch.row import Layout
 
 _BINS: Final = 256
@@ -350,13 +350,11 @@ class StatsEngine:
         if place.kind in _AT_ONCE or self.kernel(device) is None:
             self._take_notes(device, [(place, local, scale)])
             return
-        pending = self._pending.get(device)
-        if pending is None:
-            made = PendingTensors(partial(self._take_notes, device), device)
+        if device not in self._pending:
             # By setdefault, which no other thread can interrupt: tensors in a `PendingTensors` that was replaced would
             # be lost.
-            pending = self._pending.setdefault(device, made)
-        pending.take(place, local, scale)
+            self._pending.setdefault(device, PendingTensors(partial(self._take_notes, device), device))
+        self._pending[device].take(place, local, scale)
 
     def take_all(self, tensors: Iterable[Note]) -> None:
         """Add the statistics of several tensors at once, each with its place and scale; those on a GPU in one launch.
@@ -374,23 +372,26 @@ class StatsEngine:
         for device, some in notes.items():
             self._take_notes(device, some)
 
-    def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
-        """Add what compiled code has found, as `find_in` of graph.py gives it.
+    def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int]], scale: Any) -> None:
+        """Add what compiled code has found, as `find_in` of graph.py gives it, divided by ``scale``.
 
-        Each item has a place, the tensors found, how many numbers each entry of them stands for (1: it is the tensor
-        itself, to be read), and a scale.
+        Each item has a place, the tensors found, and how many numbers each entry of them stands for (1: it is the
+        tensor itself, to be read).
         """
-        by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
+        by_row: dict[torch.device, list[tuple[StatRow, list[Tensor], int]]] = {}
         whole: list[Note] = []
-        for place, found, each, scale in items:
+        for place, found, each in items:
             if each == 1:
                 whole.append((place, found[0], scale))
             else:
                 device = found[0].device
-                by_row.setdefault((device, id(scale)), []).append((self.row(place, device), found, each, scale))
+                by_row.setdefault(device, []).append((self.row(place, device), found, each))
         self.take_all(whole)
-        for (device, _), some in by_row.items():
-            self._take_rows(device, some)
+        for device, some in by_row.items():
+            if not self._by_kernel(device, partial(Kernel.add_found, items=some, scale=scale)):
+                with torch.no_grad():
+                    for row, found, each in some:
+                        row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
     def _take_on_host(self, place: WatchedPlace, tensor: Tensor, scale: Any) -> Tensor | None:
         """Add a tensor that the CPU reduces; return the numbers of any other, None if that is done or it has none."""
@@ -400,29 +401,24 @@ class StatsEngine:
         elif local.device.type in _READ_ON_HOST:
             self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
             if place.beside:
-                self._take_by_unit([(place, local, scale)], None)
+                self._take_by_unit(local.device, [(place, local, scale)])
             return None
         return local
 
-    def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
-        """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
+    def prepare(self, notes: Sequence[Note]) -> Callable[[], None]:
+        """Return a call that reduces these tensors of one GPU as they are then; launches are worked out now.
 
-        None if the kernel does not work there. Each place has to come once.
+        Each place has to come once.
         """
         device = notes[0][1].device
         kernel = self.kernel(device)
         if kernel is None:
-            return None
+            return partial(self._take_notes, device, notes)
         launch = kernel.prepare([(tensor, self.row(place, device), None) for place, tensor, _ in notes])
 
         def run() -> None:
-            if self._kernels[device] is kernel:
-                try:
-                    launch()
-                    return
-                except Exception as error:
-                    self._give_up_kernel(device, error)
-            self._take_notes(device, notes)
+            if not self._by_kernel(device, lambda _: launch()):
+                self._take_notes(device, notes)
 
         return run
 
@@ -435,14 +431,9 @@ class StatsEngine:
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         if self.layout.by_unit:
-            self._take_by_unit(notes, self.kernel(device))
-        kernel = self.kernel(device)
-        if kernel is not None:
-            try:
-                kernel.take(list(self._inputs(device, notes)))
-                return
-            except Exception as error:  # no compiler for C, for instance
-                self._give_up_kernel(device, error)
+            self._take_by_unit(device, notes)
+        if self._by_kernel(device, lambda kernel: kernel.take(list(self._inputs(device, notes)))):
+            return
         for place, tensor, scale in notes:
             try:
                 with torch.no_grad():
@@ -453,9 +444,7 @@ class StatsEngine:
     def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows; in the common case without a call of a Python function."""
         for place, tensor, scale in notes:
-            row = place.rows.get(device)
-            if row is None:
-                row = self.row(place, device)
+            row = place.rows.get(device) or self.row(place, device)
             # A view that has still to be negated (``is_neg``) is the imaginary part of a conjugate. In memory that is
             # every second number, so it is not contiguous, unless it has fewer than two. To ask ``is_neg`` takes as
             # long as all else here together.
@@ -467,26 +456,15 @@ class StatsEngine:
                     continue
             yield tensor, row, scale
 
-    def _take_rows(self, device: torch.device, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
-        kernel = self.kernel(device)
-        if kernel is not None:
-            try:
-                kernel.add_found(items)
-                return
-            except Exception as error:
-                self._give_up_kernel(device, error)
-        with torch.no_grad():
-            for row, found, each, scale in items:
-                row.merge_tensor(row_of_parts(found, each, self.layout, scale))
-
-    def _take_by_unit(self, notes: Sequence[Note], kernel: Kernel | None) -> None:
+    def _take_by_unit(self, device: torch.device, notes: Sequence[Note]) -> None:
         """Add what is kept per unit; a tensor that cannot be read costs neither the run nor the rest."""
+        has_kernel = self.kernel(device) is not None
         counted: dict[torch.dtype, list[tuple[Note, ExponentInput]]] = {}
         with torch.no_grad(), self.lock:
             for place, tensor, scale in notes:
                 try:
                     for statistic in place.beside:
-                        if kernel is None or isinstance(statistic, AliveUnits):
+                        if not has_kernel or isinstance(statistic, AliveUnits):
                             statistic.take(tensor.detach(), scale)
                         else:
                             item = readable(tensor), statistic.on(tensor.device), scale
@@ -494,14 +472,20 @@ class StatsEngine:
                 except Exception as error:
                     place.give_up(tensor, error)
             for same in counted.values():  # of one type, so that all are counted or none
-                if kernel is not None:
-                    try:
-                        kernel.count([item for _, item in same])
-                        continue
-                    except Exception as error:  # no compiler for C, for instance
-                        self._give_up_kernel(same[0][0][1].device, error)
-                        kernel = None
-                self._take_by_unit([note for note, _ in same], None)
+                if not self._by_kernel(device, partial(Kernel.count, items=[item for _, item in same])):
+                    self._take_by_unit(device, [note for note, _ in same])
+
+    def _by_kernel(self, device: torch.device, work: Callable[[Kernel], None]) -> bool:
+        """Have the kernel of a device do some work; return False if it cannot, and torch has to."""
+        kernel = self.kernel(device)
+        if kernel is None:
+            return False
+        try:
+            work(kernel)
+            return True
+        except Exception as error:  # no compiler for C, for instance
+            self._give_up_kernel(device, error_text(error))
+            return False
 
     def kernel(self, device: torch.device) -> Kernel | None:
         """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""
@@ -513,9 +497,8 @@ class StatsEngine:
                 self._give_up_kernel(device, "Triton is not installed; pip install triton brings it")
         return self._kernels[device]
 
-    def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
+    def _give_up_kernel(self, device: torch.device, reason: str) -> None:
         self._kernels[device] = None
-        reason = why if isinstance(why, str) else error_text(why)
         warn_user(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
             f"kernel does not work here ({reason})."

@@ -17,12 +17,13 @@ triton_programs.py, and to `_TYPES`: change all together, and count up the numbe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.kernel import is_read_in_place, rounds_of
+from hookline.observe.watch.kernel import Kernel, is_read_in_place
 from hookline.sites import _torch
 from hookline.sites.compiled.graph_passes import arrange
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hookline.observe.watch.engine import StatsEngine, WatchedPlace
-    from hookline.observe.watch.kernel import Kernel
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Share
 
@@ -53,17 +53,16 @@ def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tup
 
     1 means that it is the tensor itself, whose statistics are not known yet.
     """
-    numbers = tensor.detach()
-    if numbers.device.type not in _BY_ROW:
-        return [numbers], 1
-    if numbers.dim() > 3:
-        numbers = numbers.flatten(2)  # images: a row is one channel of one image
+    whole = tensor.detach()
+    if whole.device.type not in _BY_ROW:
+        return [whole], 1
     hand_over_late()
-    if numbers.dim() == 0 or not layout.fits_one_read or _is_read_whole(numbers.dtype, is_gradient):
-        return [tensor.detach()], 1
+    if whole.dim() == 0 or layout.details or layout.thresholds or _is_read_whole(whole.dtype, is_gradient):
+        return [whole], 1
+    numbers = whole.flatten(2) if whole.dim() > 3 else whole  # images: a row is one channel of one image
     each = numbers.shape[-1]
     if not _torch.is_known_to_be_at_most(each, _LONGEST) or each < _SHORTEST:
-        return [tensor.detach()], 1
+        return [whole], 1
     return _FIND(numbers, each), each
 
 
@@ -92,7 +91,7 @@ def hand_over_late() -> None:
 def _by_row(numbers: Any, each: int, aten: Callable[..., Any]) -> list[Any]:
     """Return sums, sums of squares, minima, maxima and numbers of zeros of the rows.
 
-    ``aten`` calls an operator by its name: it computes it (`_compute`), or has the compiler write it (`open_late`).
+    ``aten`` calls an operator by its name: it computes it, or has the compiler write it (`open_late`).
     """
     narrow = aten("_to_copy.default", aten("reshape.default", numbers, [-1, each]), dtype=torch.float32)
     wide = aten("_to_copy.default", narrow, dtype=torch.float64)
@@ -109,10 +108,6 @@ _TYPES: Final = (torch.float64, torch.float64, torch.float32, torch.float32, tor
 """The types of what `_by_row` returns."""
 
 
-def _compute(numbers: Tensor, each: int) -> list[Tensor]:
-    return _by_row(numbers, each, _torch.call_aten)
-
-
 def _pretend(numbers: Tensor, each: int) -> list[Tensor]:
     # Here, and not when this file is imported: both look for inductor among the loaded modules. If inductor is what
     # compiles this graph, it is loaded by now.
@@ -123,10 +118,6 @@ def _pretend(numbers: Tensor, each: int) -> list[Tensor]:
 
 def _join(parts: list[Tensor], kinds: int) -> list[Tensor]:
     return [torch.cat(list(parts[kind::kinds])) for kind in range(kinds)]
-
-
-def _pretend_join(parts: list[Tensor], kinds: int) -> list[Tensor]:
-    return [parts[kind].new_empty([sum(part.numel() for part in parts[kind::kinds])]) for kind in range(kinds)]
 
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -142,9 +133,9 @@ def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Cal
 
 # The compiler keeps its code on disk by the name of the operator: if the operator computes something else, count up the
 # number in its name.
-_FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", _compute, _pretend)
+_FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", partial(_by_row, aten=_torch.call_aten), _pretend)
 """The operator that finds statistics by row; the compiler opens it only when it writes the loops."""
-_JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _pretend_join)
+_JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _join)
 """The operator that joins what was found: each ``kinds``-th part, beginning with each of the first ``kinds``."""
 
 
@@ -187,15 +178,13 @@ class GraphHandover:
                     return
             except Exception:  # the engine says why, if the kernel does not work for it either
                 self._calls.clear()
-        self._engine.take_found([(place, share.of(found), share.each, scale) for place, share in self._shares])
+        self._engine.take_found([(place, share.of(found), share.each) for place, share in self._shares], scale)
 
     def _add_rows(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> None:
         tables = self._tables.get(stream)
         if tables is None:
-            entries = [(self._engine.row(place, found[0].device).address, *share[:3]) for place, share in self._shares]
-            rounds = rounds_of(entries, by=0)
-            tables = [kernel.upload([number for entry in some for number in entry]) for some in rounds]
-            self._tables[stream] = tables
+            rows = [(self._engine.row(place, found[0].device), share) for place, share in self._shares]
+            tables = self._tables[stream] = kernel.row_tables([(row.address, *share[:3]) for row, share in rows])
         for table in tables:
             kernel.add_rows(table, found, scale)
 

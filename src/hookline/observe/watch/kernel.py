@@ -1,16 +1,17 @@
 """Add the statistics of many tensors on a GPU to their rows, in two launches; count their exponents in one.
 
 `StatsEngine` makes one `Kernel` for each device and calls `take`, `count`, `add_found` and `prepare`; for compiled code
-`GraphHandover` calls `prepare` and `add_rows`. The fingerprints of ``debug.compare`` use the helpers (`is_available`,
-`on_device`, `kernel_types`). The programs in `triton_programs` read each tensor once, and add what they found to rows.
-Nothing waits for the device and nothing comes back from it; one small table goes up through pinned memory. Training
-takes the same memory at each step. So where all tensors lie at the addresses of an earlier step, the table is on the
-device already and the launches are known: the host only makes them. Not for a CUDA graph that is being recorded
-(`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
+`GraphHandover` calls `prepare`, `divisor`, `row_tables` and `add_rows`. The fingerprints of ``debug.compare`` use the
+helpers (`is_available`, `on_device`, `kernel_types`). The programs in `triton_programs` read each tensor once, and add
+what they found to rows. Nothing waits for the device and nothing comes back from it; one small table goes up through
+pinned memory. Training takes the same memory at each step. So where all tensors lie at the addresses of an earlier
+step, the table is on the device already and the launches are known: the host only makes them. Not for a CUDA graph that
+is being recorded (`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
 
 The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
-arguments is written down there a second time. Change both files together; the table of ``fold_rows`` is made in
-graph.py too (`GraphHandover`).
+arguments is written down there a second time. Change both files together. In the shares of `row_tables` the three
+fields behind the address are the first three of `Share` (op_schemas.py), which `GraphHandover` hands on. A new program
+needs its warps in `_WARPS`, and a `_launch` with the constants it is compiled with.
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.
@@ -30,11 +31,10 @@ import torch
 from torch import Tensor
 
 from hookline.observe.watch.pending import Streams
-from hookline.observe.watch.row import flat_view
+from hookline.observe.watch.row import Layout, flat_view
 
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatRow
-    from hookline.observe.watch.row import Layout
 
 JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
@@ -108,8 +108,8 @@ ExponentInput: TypeAlias = tuple[Tensor, Tensor, Any]
 """A tensor as `readable` gives it, the bins that its numbers are counted in, and what they are divided by."""
 _Use: TypeAlias = tuple[int, int, int, torch.dtype, int]
 """One tensor to read: its address and size, the address of its scale or 0, its type; and the address of its row."""
-_Launch: TypeAlias = tuple[str, Any, tuple[int, int, int], tuple[int, ...]]
-"""The name of a program, what it is compiled for, its grid and arguments."""
+_Launch: TypeAlias = tuple[str, tuple[Any, ...], tuple[int, int, int], tuple[int, ...]]
+"""The name of a program, the constants it is compiled with, its grid and arguments."""
 _Item = TypeVar("_Item", bound=tuple[Any, ...])
 
 
@@ -129,8 +129,8 @@ class Kernel:
         """By stream, the memory for partial results: launches on one stream follow each other."""
         self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
         """What was worked out for several tensors, by all that it depends on; the latest comes last."""
-        self._compiled: dict[tuple[str, Any], tuple[Any, tuple[Any, ...]]] = {}
-        """Programs and constants by what they were compiled for: launching one takes a third of finding it."""
+        self._compiled: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        """Programs by their names and constants: launching one takes a third of finding it."""
         self._lock = threading.RLock()
         """Held while launches that share slots are made."""
 
@@ -164,30 +164,36 @@ class Kernel:
 
         return run
 
+    def row_tables(self, shares: Sequence[tuple[int, int, int, int]]) -> list[Tensor]:
+        """Return tables for `add_rows`, which tell what belongs to which row.
+
+        A share is the address of the row of a place, and which rows that compiled code has found belong to it: the
+        first, how many, and how many numbers each stands for.
+        """
+        return [self._upload([number for share in some for number in share]) for some in rounds_of(shares, by=0)]
+
     def add_rows(self, table: Tensor, found: Sequence[Tensor], scale: Any) -> None:
         """Add what compiled code has found by row to as many places as ``table`` tells of; see ``fold_rows``."""
         divisors: dict[int, Tensor] = {}
         addresses = [part.data_ptr() for part in found]
         arguments = (table.data_ptr(), *addresses, self._address_of(scale, divisors), self._num_added)
         with on_device(self._device):
-            self._launch("fold_rows", None, (table.numel() // 4, 3, 1), arguments)
+            self._launch("fold_rows", (_ROWS_AT_A_TIME,), (table.numel() // 4, 3, 1), arguments)
 
-    def add_found(self, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
+    def add_found(self, items: Sequence[tuple[StatRow, list[Tensor], int]], scale: Any) -> None:
         """Add what compiled code has found by row in several tensors, not yet joined in one buffer.
 
-        An item is the row of a place, the five parts found, how many numbers an entry stands for, and the scale, which
-        is the same in all items.
+        An item is the row of a place, the five parts found, and how many numbers an entry stands for.
         """
-        with on_device(self._device):
-            for some in rounds_of(items, by=0):
-                table: list[int] = []
-                begin = 0
-                for row, found, each, _ in some:
-                    count = found[0].numel()
-                    table += (row.address, begin, count, each)
-                    begin += count
-                joined = [torch.cat(parts) for parts in zip(*(found for _, found, _, _ in some), strict=True)]
-                self.add_rows(self.upload(table), joined, some[-1][3])
+        shares: list[tuple[int, int, int, int]] = []
+        begin = 0
+        for row, found, each in items:
+            count = found[0].numel()
+            shares.append((row.address, begin, count, each))
+            begin += count
+        joined = [torch.cat(parts) for parts in zip(*(found for _, found, _ in items), strict=True)]
+        for table in self.row_tables(shares):
+            self.add_rows(table, joined, scale)
 
     def count(self, items: Sequence[ExponentInput]) -> None:
         """Count each tensor in its bins, on the current stream; all are of one type. Not for a CUDA graph."""
@@ -202,11 +208,12 @@ class Kernel:
                     at = self._address_of(scale, divisors)
                     jobs += (first, bins.data_ptr(), flat.data_ptr(), size, share, at)
                     first += -(-size // share)
-                table = self.upload(jobs)
+                table = self._upload(jobs)
+                constants = kernel_types()[some[0][0].dtype][0], JOBS, _COUNTED
                 if first:
-                    self._launch("count_exponents", some[0][0].dtype, (first, 1, 1), (table.data_ptr(), len(some)))
+                    self._launch("count_exponents", constants, (first, 1, 1), (table.data_ptr(), len(some)))
 
-    def upload(self, numbers: list[int]) -> Tensor:
+    def _upload(self, numbers: list[int]) -> Tensor:
         """Copy numbers to the device without waiting; torch keeps the pinned memory until the copy is through."""
         pin = self._device.type == "cuda"
         pinned = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=pin)
@@ -226,8 +233,7 @@ class Kernel:
         divisors: dict[int, Tensor] = {}
         uses: list[_Use] = []
         for flat, row, scale in items:
-            at = 0 if scale is None else self._address_of(scale, divisors)
-            uses.append((flat.data_ptr(), flat.numel(), at, flat.dtype, row.address))
+            uses.append((flat.data_ptr(), flat.numel(), self._address_of(scale, divisors), flat.dtype, row.address))
         return uses, divisors
 
     def _address_of(self, scale: Any, divisors: dict[int, Tensor]) -> int:
@@ -264,15 +270,21 @@ class Kernel:
                     number += 1
                 if slot > first:  # else they are empty
                     parts.append((group, begin, len(some), first, slot - first))
-        uploaded, slots = self.upload(table + rows), self._slots_for(slot)
+        uploaded, slots = self._upload(table + rows), self._slots_for(slot)
         at, to, limits = uploaded.data_ptr(), slots.data_ptr(), self._thresholds.data_ptr()
         launches: list[_Launch] = []
         for group, begin, count, first, programs in parts:
             arguments = (at + begin * FIELDS * 8, count, to, slot, first, self._num_added, limits)
-            launches.append(("reduce_chunks", group, (programs, 1, 1), arguments))
+            launches.append(("reduce_chunks", self._constants_of(*group), (programs, 1, 1), arguments))
         merged = (at, at + len(table) * 8, to, slot, self._num_added)
-        launches.append(("merge_slots", None, (len(rows) // 2, self._width, 1), merged))
-        return _Call(self, launches, (uploaded, slots))
+        launches.append(("merge_slots", (_MERGED,), (len(rows) // 2, self._width, 1), merged))
+        return functools.partial(self._launch_all, launches, (uploaded, slots))
+
+    def _constants_of(self, dtype: torch.dtype, aligned: bool) -> tuple[Any, ...]:
+        """Return the constants of ``reduce_chunks`` for tensors of a type, which are ``aligned`` to 16 bytes or not."""
+        compared = _PAIRS.get(dtype) if aligned and not self._over and _compares_pairs(self._device) else None
+        pairs = [f"{each}.NaN.{compared} $0, $1, $2;" if compared else "" for each in ("min", "max")]
+        return *kernel_types()[dtype], aligned, *pairs, self._over, JOBS, width_of(dtype.itemsize)
 
     def _slots_for(self, programs: int) -> Tensor:
         stream, size = self._stream(), self._width * max(programs, 1)
@@ -283,55 +295,21 @@ class Kernel:
 
     # -- launching ---------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, key: Any, grid: tuple[int, int, int], arguments: tuple[int, ...]) -> None:
-        known = self._compiled.get((name, key))
-        if known is not None:
-            compiled, constants = known
+    def _launch_all(self, launches: Sequence[_Launch], held: tuple[Tensor, ...]) -> None:
+        """Make launches; ``held`` is the memory that they use, which has to live as long as they are made."""
+        for launch in launches:
+            self._launch(*launch)
+
+    def _launch(
+        self, name: str, constants: tuple[Any, ...], grid: tuple[int, int, int], arguments: tuple[int, ...]
+    ) -> None:
+        compiled = self._compiled.get((name, constants))
+        if compiled is not None:
             compiled[grid](*arguments, *constants)
             return
-        constants = self._constants(name, key)
         program = program_named(name)[grid]
         compiled = program(*arguments, *constants, num_warps=_WARPS[name], enable_fp_fusion=True)
-        if compiled is not None:  # the interpreter, which tests use, compiles nothing
-            self._compiled[name, key] = compiled, constants
-
-    def bound(self, launches: Sequence[_Launch]) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Return launches as calls and their arguments; nothing if a program is not compiled yet."""
-        if any((name, key) not in self._compiled for name, key, _, _ in launches):
-            return []
-        known = [(*self._compiled[name, key], grid, given) for name, key, grid, given in launches]
-        return [(compiled[grid], (*given, *constants)) for compiled, constants, grid, given in known]
-
-    def _constants(self, name: str, key: Any) -> tuple[Any, ...]:
-        """Return the constants to compile a program with."""
-        if name == "merge_slots":
-            return (_MERGED,)
-        if name == "fold_rows":
-            return (_ROWS_AT_A_TIME,)
-        if name == "count_exponents":
-            return kernel_types()[key][0], JOBS, _COUNTED
-        dtype, aligned = key
-        compared = _PAIRS.get(dtype) if aligned and not self._over and _compares_pairs(self._device) else None
-        pairs = [f"{each}.NaN.{compared} $0, $1, $2;" if compared else "" for each in ("min", "max")]
-        return *kernel_types()[dtype], aligned, *pairs, self._over, JOBS, width_of(dtype.itemsize)
-
-
-class _Call:
-    """Launches for tensors that lie where they lay when they were worked out, with the memory that they use."""
-
-    def __init__(self, kernel: Kernel, launches: list[_Launch], held: tuple[Tensor, ...]) -> None:
-        self._kernel = kernel
-        self._launches = launches
-        self._held = held
-        self._bound = kernel.bound(launches)
-
-    def __call__(self) -> None:
-        for run, arguments in self._bound:
-            run(*arguments)
-        if not self._bound:
-            for launch in self._launches:
-                self._kernel._launch(*launch)
-            self._bound = self._kernel.bound(self._launches)
+        self._compiled[name, constants] = compiled  # None of the interpreter, which tests use
 
 
 def _in_parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
@@ -364,14 +342,10 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+@functools.cache
 def is_available(device: torch.device) -> bool:
     """Return whether there is a kernel for the device: an NVIDIA or AMD GPU, and Triton, which torch installs."""
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _compares_pairs(device: torch.device) -> bool:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import WatchedPlace
 
-_CPU: Final = torch.device("cpu")
-_STRIDED: Final = torch.strided
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
 """Bytes; see `limit_of`."""
@@ -70,11 +68,9 @@ class PendingTensors:
     it at the other, each by one step that no other thread can divide.
     """
 
-    def __init__(
-        self, reduce: Callable[[Sequence[Note]], None], device: torch.device = _CPU, *, limit: int | None = None
-    ) -> None:
+    def __init__(self, reduce: Callable[[Sequence[Note]], None], device: torch.device) -> None:
         self._reduce = reduce
-        self._limit = limit_of(device) if limit is None else limit
+        self._limit = limit_of(device)
         self._streams = Streams(device)
         self._index = -1 if device.index is None else device.index
         self._notes: deque[_Kept] = deque()
@@ -109,7 +105,7 @@ class PendingTensors:
         if (
             type(tensor) is not Tensor
             or tensor.get_device() != self._index
-            or tensor.layout is not _STRIDED
+            or tensor.layout is not torch.strided
             or tensor.is_nested
             or (_torch.transforms_active() and _torch.is_wrapped(tensor))
         ):
@@ -233,8 +229,7 @@ class Streams:
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Return a block whose work is put on stream ``number``."""
-        context: Any = torch.cuda.stream
-        return nullcontext() if number == self.now() else cast(AbstractContextManager[Any], context(self._of(number)))
+        return nullcontext() if number == self.now() else torch.cuda.stream(self._of(number))
 
     def join(self, number: int) -> None:
         """Make the current stream wait for stream ``number``, which is another one."""
@@ -243,5 +238,4 @@ class Streams:
     def _of(self, number: int) -> torch.cuda.Stream:
         if not number:  # given 0, ExternalStream would be any stream
             return torch.cuda.default_stream(self._device)
-        other: Any = torch.cuda.ExternalStream
-        return cast(torch.cuda.Stream, other(number, self._device))
+        return torch.cuda.ExternalStream(number, self._device)  # type: ignore[no-untyped-call]

@@ -6,8 +6,8 @@ Each `Watch` has a `RankStats`; ``Watch.to_metrics`` calls it in a distributed r
 
 Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
 (``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
-goes into `_MODULES` or `_PARAMETERS`. A new statistic per unit needs a case in `to_metrics` and in `_metrics`: else it
-is added up, and then left out.
+goes into `_MODULES` or `_PARAMETERS`. A statistic per unit is added up; one of which the largest number is kept needs a
+case in `to_metrics` and in `_metrics`, as `AliveUnits` has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from hookline.distributed.ranks import is_distributed, rank_count, this_rank
 from hookline.distributed.reduce import Exchange, Holding, NamedPart, Reduced, SameIfEqual
 from hookline.distributed.shards import activation_shard, parameter_shard, tensor_parallel_ranks
-from hookline.observe.watch.engine import BY_UNIT, AliveUnits, ExponentBins
+from hookline.observe.watch.engine import BY_UNIT, AliveUnits, StatsEngine, StatsSnapshot, WatchedPlace
 from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
 from hookline.sites.targets import select
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.engine import StatsEngine, StatsSnapshot, WatchedPlace
     from hookline.when import StepSchedule
 
 _MODULES: Final = ("forward", "backward")
@@ -87,7 +86,7 @@ class RankStats:
                 # The width is part of the name: ranks whose units differ are found out, and not mixed.
                 parts.append(NamedPart(f"{label}{_UNITS}{width}", 0, width, shards[place]))
                 kept.append(np.array(values))
-            else:  # of a histogram, which is added up
+            else:  # a histogram, which is added up
                 parts.append(NamedPart(label, width, 0, shards[place]))
                 added.append(np.array(values))
         reduced = self._exchange.reduce(parts, np.concatenate(added), np.concatenate(kept))
@@ -140,18 +139,13 @@ class RankStats:
         added[:, FIRES] = kept[:, -1]  # one process would have fired once, on the whole batch
         rows = np.concatenate([added, kept[:, :-1]], axis=1)
         metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" for label in places]))
-        for label in labels:
-            place, _, statistic = label.partition(_UNITS)
-            name = statistic.partition(_UNITS)[0]
-            if name == ExponentBins.name:
-                values = reduced.added[holdings[label].added]
-            elif name != AliveUnits.name:
-                continue
-            elif holdings[label].shards > 1 and self._group:
+        for label in [label for label in labels if _UNITS in label]:
+            place, name, *_ = label.split(_UNITS)
+            held, is_kept = holdings[label], name == AliveUnits.name
+            if is_kept and held.shards > 1 and self._group:
                 self.left_out[f"{place}/{name}"] = _SPLIT_UNITS
                 continue
-            else:
-                values = reduced.kept[holdings[label].kept]
+            values = reduced.kept[held.kept] if is_kept else reduced.added[held.added]
             metrics[f"{place}/{name}"] = BY_UNIT[name].as_metric(values.tolist())
         return metrics
 

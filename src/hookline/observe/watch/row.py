@@ -3,15 +3,16 @@
 Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
 asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU (``debug.first_bad`` too),
 by `reduce_on_device` on devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine,
-`RankStats`, `Watch` and the ready hooks make metrics and tables of them. kernel.py uses `flat_view`, and fingerprints
-of traces `extremes`.
+`RankStats`, `Watch` and the ready hooks make metrics and tables of them. Columns are read by their numbers in hooks.py,
+monitor.py, step_alarm.py and ``debug.first_bad``. kernel.py uses `flat_view`, and fingerprints of traces `extremes`.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
 
 The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device` and
 `row_of_parts`, and by number in ``triton_programs``: change all together. A new statistic that columns of today can
-tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and its name in the sets of what it needs.
+tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, its name in `Layout.of`, at what it needs, and one
+in the lists for users: the docstring of ``watch`` (watch.py), and docs/factories.md.
 """
 
 from __future__ import annotations
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
-_OF_SQUARES: Final = frozenset({"mean", "std", "norm", "rms"})
-"""A mean too: from squares `_moments` sees that it is so far from 0 that sums have to be taken about it once more."""
-_OF_SUMS: Final = frozenset({"mean", "std"})
-_EXTREMES: Final = frozenset({"min", "max", "absmax"})
 _DETAILS: Final = frozenset({"nan", "inf", "finite_min", "finite_max"})
 _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
 """Statistics kept beside the row: the keys of `BY_UNIT` in engine.py, which says what a new one needs."""
@@ -88,11 +85,12 @@ class Layout:
         return cls(
             stats=tuple(dict.fromkeys(_over_name(_threshold(name)) if _is_over(name) else name for name in names)),
             thresholds=thresholds,
-            squares=not wanted.isdisjoint(_OF_SQUARES),
-            sums=not wanted.isdisjoint(_OF_SUMS),
-            extremes=not wanted.isdisjoint(_EXTREMES | {"nonfinite"} | _DETAILS),
+            # A mean too: squares show `_moments` that it is so far from 0 that sums are to be taken about it again.
+            squares=bool(wanted & {"mean", "std", "norm", "rms"}),
+            sums=bool(wanted & {"mean", "std"}),
+            extremes=bool(wanted & {"min", "max", "absmax", "nonfinite", *_DETAILS}),
             zeros="zero_fraction" in wanted,
-            details=not wanted.isdisjoint(_DETAILS),
+            details=bool(wanted & _DETAILS),
         )
 
     @cached_property
@@ -109,11 +107,6 @@ class Layout:
     def over(self) -> tuple[str, ...]:
         """The columns for thresholds."""
         return tuple(map(_over_name, self.thresholds))
-
-    @property
-    def fits_one_read(self) -> bool:
-        """Whether a compiled graph on a GPU finds all columns that are asked for."""
-        return not self.details and not self.thresholds
 
     @cached_property
     def empty(self) -> tuple[float, ...]:
@@ -173,22 +166,25 @@ def metrics_of(rows: NDArray[np.float64], layout: Layout, prefixes: Sequence[str
 
     Once something was not finite, `_AFTER_NONFINITE` are reported whether asked for or not.
     """
-    count, bad = rows[:, COUNT], rows[:, BAD]
-    names = [name for name in layout.stats if name not in layout.by_unit]
-    more = [name for name in _AFTER_NONFINITE if name not in names] if bad.any() else []
-    is_there = np.repeat((count > 0)[:, None], len(names) + len(more), axis=1)
+    is_seen, is_bad = rows[:, COUNT] > 0, rows[:, BAD] > 0
     # On a GPU, compiled code counts NaN and Inf once its graph is made anew; until then there is none to report.
-    is_counted = rows[:, NAN] + rows[:, INF] > 0
-    for column, name in enumerate(more, len(names)):
-        is_there[:, column] &= (bad > 0) & (is_counted | (name == "nonfinite"))
-    with np.errstate(all="ignore"):
-        found = [_values(name, dict(zip(layout.names, rows.T, strict=True))) for name in (*names, *more)]
-    for column, name in enumerate((*names, *more)):
+    is_counted = is_bad & (rows[:, NAN] + rows[:, INF] > 0)
+    names = [name for name in layout.stats if name not in layout.by_unit]
+    more = [name for name in _AFTER_NONFINITE if name not in names] if is_bad.any() else []
+    cells = dict(zip(layout.names, rows.T, strict=True))
+    found: list[tuple[str, list[float], list[bool]]] = []
+    for name in (*names, *more):
+        with np.errstate(all="ignore"):
+            values = _values(name, cells)
+        is_there = is_seen
+        if name in more:
+            is_there = is_seen & (is_bad if name == "nonfinite" else is_counted)
         if name in ("finite_min", "finite_max"):
-            is_there[:, column] &= np.isfinite(found[column])  # else no finite number was seen
-    keys = [prefix + name for prefix in prefixes for name in (*names, *more)]
-    values = np.stack(found, axis=1).reshape(-1).tolist() if found else []
-    return {key: value for key, value, there in zip(keys, values, is_there.reshape(-1).tolist(), strict=True) if there}
+            is_there = is_there & np.isfinite(values)  # else no finite number was seen
+        found.append((name, values.tolist(), is_there.tolist()))
+    return {
+        prefix + name: values[row] for row, prefix in enumerate(prefixes) for name, values, there in found if there[row]
+    }
 
 
 def _values(name: str, cells: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -379,7 +375,7 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
     count = numbers.numel()
     one = torch.ones((), dtype=_WIDE, device=tensor.device)
     if not count:
-        return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=tensor.device)
+        return _row_of_nothing(layout, tensor.device)
     finite, nan = numbers.isfinite(), numbers.isnan().sum()
     bad = count - finite.sum()
     total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
@@ -392,17 +388,21 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
 def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
     """Return the row of a tensor from what compiled code has found in its rows of ``each`` numbers."""
     sums, squares, lows, highs, zeros = (part.to(_WIDE) for part in found)
+    if not sums.numel():
+        return _row_of_nothing(layout, sums.device)
     one = torch.ones((), dtype=_WIDE, device=sums.device)
     factor = one if scale is None else one / torch.as_tensor(scale, device=sums.device)
-    least, most = -one * math.inf, -one * math.inf
-    if sums.numel():
-        least, most = -lows.amin(), highs.amax()
-    bad = ~(least.isfinite() & most.isfinite()) if sums.numel() else one * 0
+    least, most = -lows.amin(), highs.amax()
+    bad = ~(least.isfinite() & most.isfinite())
     # Of a place with something else than numbers, the rest was not looked at.
     finite = [torch.where(end.isfinite(), end, -math.inf) for end in (least + 0 * most, most + 0 * least)]
     added = [one, one * sums.numel() * each, sums.sum() * factor, squares.sum() * factor**2, zeros.sum(), bad]
     added += [one * 0] * (len(layout.added) - len(added))
     return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (least, most, *finite))])
+
+
+def _row_of_nothing(layout: Layout, device: torch.device) -> Tensor:
+    return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=device)
 
 
 def factor_of(scale: Any) -> float:

@@ -3,8 +3,8 @@
 Only `Kernel` (by `program_named`, when it first launches one) and ``debug.compare.triton_fingerprint`` (`job_of`,
 `FIELDS`) import this file, since Triton may not be installed. The columns of a row stand here as numbers (2 is the sum,
 3 the squares, up to 7; behind the thresholds, from ``num_added`` on, the extremes): ``row.py`` has their order. Tables
-and arguments are read by position, as ``kernel.py`` writes them, and for ``fold_rows`` ``graph.py`` too (`_by_row`,
-`GraphHandover`). `_BINS` is the one of ``engine.py``. Change the files together.
+and arguments are read by position, as ``kernel.py`` writes them; the five parts that ``fold_rows`` adds up come in the
+order of `_by_row` in ``graph.py``. `_BINS` is the one of ``engine.py``. Change the files together.
 
 ``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which ``merge_slots`` adds to
 rows. No program writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a
@@ -69,19 +69,14 @@ def _centre(numbers, left, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _first_of(pair, ELEMENT: tl.constexpr):
+def _half_of(pair, HALF: tl.constexpr, ELEMENT: tl.constexpr):
+    """Return the first number of a pair, for a HALF of 0, or the second one."""
     if ELEMENT == tl.bfloat16:
-        return (pair << 16).to(tl.float32, bitcast=True)
+        bits = pair & -65536 if HALF else pair << 16
+        return bits.to(tl.float32, bitcast=True)
     else:
-        return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _second_of(pair, ELEMENT: tl.constexpr):
-    if ELEMENT == tl.bfloat16:
-        return (pair & -65536).to(tl.float32, bitcast=True)
-    else:
-        return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        bits = pair >> 16 if HALF else pair
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -178,12 +173,9 @@ def reduce_chunks(
     if PAIRS:
         words = place.to(tl.pointer_type(tl.int32))
         # What comparing begins with: twice infinity, and twice minus infinity, as the bits of two numbers.
-        if ELEMENT == tl.bfloat16:
-            low_pair = tl.full([LANES], 0x7F807F80, tl.int32)
-            high_pair = tl.full([LANES], -0x007F0080, tl.int32)
-        else:
-            low_pair = tl.full([LANES], 0x7C007C00, tl.int32)
-            high_pair = tl.full([LANES], -0x03FF0400, tl.int32)
+        INF_PAIR: tl.constexpr = 0x7F807F80 if ELEMENT == tl.bfloat16 else 0x7C007C00
+        low_pair = tl.full([LANES], INF_PAIR, tl.int32)
+        high_pair = tl.full([LANES], INF_PAIR - 0x7FFF8000, tl.int32)  # with both signs
         filled = tl.zeros([LANES], tl.int32)
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):
@@ -192,15 +184,13 @@ def reduce_chunks(
                 high_pair = _of_pairs(HIGHER, high_pair, pair)
                 # 1 for each half, unless it is a zero of either sign
                 filled += _of_pairs("min.u16x2 $0, $1, $2;", pair & 0x7FFF7FFF, 0x00010001)
-                about = _first_of(pair, ELEMENT) - centre
-                sum_ += about
-                squares += about * about
-                about = _second_of(pair, ELEMENT) - centre
-                sum_ += about
-                squares += about * about
+                for half in tl.static_range(2):
+                    about = _half_of(pair, half, ELEMENT) - centre
+                    sum_ += about
+                    squares += about * about
             words += 4 * LANES
-        low = lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
-        high = higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
+        low = lower(_half_of(low_pair, 0, ELEMENT), _half_of(low_pair, 1, ELEMENT))
+        high = higher(_half_of(high_pair, 0, ELEMENT), _half_of(high_pair, 1, ELEMENT))
         # 16 bits each: a chunk has less than 2^16 pairs per lane
         zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
         place = words.to(tl.pointer_type(ELEMENT))
@@ -208,8 +198,9 @@ def reduce_chunks(
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):
                 x = tl.load(place + (part * LANES + lanes)).to(WIDE)
-                sum_ += x - centre
-                squares += (x - centre) * (x - centre)
+                about = x - centre
+                sum_ += about
+                squares += about * about
                 low = lower(low, x)
                 high = higher(high, x)
                 zeros += (x == 0.0).to(tl.int32)

@@ -7,7 +7,7 @@ So a compiled call reports the same gradients, in the same order, as an eager on
 
 `ModuleHooks` asks `plan_of`; ``trace_hooks`` puts ``enter`` and ``leave`` into the graph, with that plan as a text: it
 is part of the graph, and the compiler's caches must not mix two plans up. ``op_runtime`` runs the operators that are
-put into the backward here: it reads their texts by `What`, that of a sink by ``_number_in``. ``trace_hooks`` writes the
+put into the backward here: it reads their texts by `What`, that of a sink in ``_receiving``. ``trace_hooks`` writes the
 three fields that ``_enter`` and ``_leave`` read: plan, places, names. Change both ends together.
 
 All here runs on fake tensors, without a module: it must read no values. `GradientCall` and `BackwardCall` know of the
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients import CallState
 
-GRADIENTS: Final = "gradients"
-"""The first word in the text of a summary of gradients, by which ``op_runtime`` knows one."""
+GRADIENTS: Final = "gradients "
+"""The beginning of the text of a summary of gradients, by which ``op_runtime`` knows one."""
 
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 """In place of the hooks of a kind: while tracing, it is only asked whether there are any."""
@@ -146,7 +146,7 @@ class _TracedCall(GradientCall):
         for number in self._traced_hooks.summaries:
             found = ops.MAKERS[number](grads) if number in ops.MAKERS else None
             if found is not None:
-                ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", *found)
+                ops.SINK(self._key, f"{GRADIENTS}{number}|{_serial_on(self._key)}", *found)
 
 
 def _serial_on(key: Tensor) -> int:

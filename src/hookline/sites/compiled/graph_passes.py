@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,31 +45,26 @@ _NOT_KEPT: Final = ("eager_input_vals", "val", "tensor_meta")
 """Of the notes on one operator in a graph, what does not hold for the one that takes its place."""
 
 
-class _Found(NamedTuple):
-    """The operators that find statistics by row, and join what was found."""
-
-    find: Any
-    join: Any
-
-
 def arrange(find: Any, join: Any) -> None:
-    """Arrange the graph that is being traced; ``find`` finds statistics of a tensor by row, ``join`` joins these."""
-    found = _Found(find, join)
+    """Arrange the graph that is being traced.
+
+    ``find`` is the operator that finds statistics of a tensor by row, ``join`` the one that joins what was found.
+    """
 
     def joint(graph: Any) -> bool:
-        _arrange_joint(graph, found)
+        _arrange_joint(graph, find, join)
         return True
 
     _torch.lend_pass("joint_custom_pre_pass", _VERSION, joint)
 
 
-def _arrange_joint(graph: Any, found: _Found) -> None:
+def _arrange_joint(graph: Any, find: Any, join: Any) -> None:
     has_backward = any(node.op == "placeholder" and _is_tangent(node) for node in graph.nodes)
     small = _small_sinks(graph)
-    move_late(graph, found.find, small, has_backward)
+    _move_late(graph, find, small, has_backward)
     sides = 0
-    for calls in _sides(graph, found.find):
-        by_row = [node for node in calls if _is_by_row(node, found.find)]
+    for calls in _sides(graph, find):
+        by_row = [node for node in calls if _is_by_row(node, find)]
         joined = [node for node in by_row if 0 <= _num_rows(node) <= _MOST_ROWS]
         whole = [node for node in calls if _is_whole(node) and (has_backward or node in small)]
         groups = _held_groups([node for node in whole if _num_bytes_of(node) < math.inf])
@@ -78,11 +74,11 @@ def _arrange_joint(graph: Any, found: _Found) -> None:
             groups.append(rest)
         sides += bool(joined or groups)
         if joined:
-            _join_rows(graph, joined, found.join)
+            _join_rows(graph, joined, join)
         for some in groups:
             _hand_over(graph, some)
     if sides:
-        _Early.begin(found.find, sides)
+        _Early.begin(find, sides)
 
 
 class _Early:
@@ -110,13 +106,10 @@ def _arrange_side(graph: Any, find: Any) -> None:
     for node in [node for node in graph.nodes if node.target is find]:
         made = node.args[0]
         if made.op != "placeholder":
-            last = made
-            for each in (node, *sorted(node.users, key=order.__getitem__)):
-                if each.target is operator.getitem or each is node:
-                    last.append(each)
-                    last = each
+            unpacked = [user for user in node.users if user.target is operator.getitem]
+            _move_behind(made, [node, *sorted(unpacked, key=order.__getitem__)])
     for node in [node for node in graph.nodes if node.target is ops.SINK_ALL and node.args[2]]:
-        last = max((each for each in node.args[2]), key=order.__getitem__)
+        last = max(node.args[2], key=order.__getitem__)
         if last.op != "placeholder" and last.target is not operator.getitem:
             last.append(node)
 
@@ -177,7 +170,7 @@ def _num_rows(call: Any) -> int:
     return value.numel() if isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape) else -1
 
 
-def move_late(graph: Any, find: Any, small: frozenset[Any], has_backward: bool) -> None:
+def _move_late(graph: Any, find: Any, small: frozenset[Any], has_backward: bool) -> None:
     """Put the calls of our operators, and what only unpacks them, behind the rest of the forward.
 
     In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
@@ -200,7 +193,13 @@ def move_late(graph: Any, find: Any, small: frozenset[Any], has_backward: bool) 
             late[node] = None
         elif node.op == "call_function":
             last = node
-    for node in late if last is not None else ():
+    if last is not None:
+        _move_behind(last, late)
+
+
+def _move_behind(last: Any, nodes: Iterable[Any]) -> None:
+    """Move nodes behind ``last``, in this order."""
+    for node in nodes:
         last.append(node)
         last = node
 
@@ -294,11 +293,7 @@ def _sink_all(graph: Any, calls: list[Any], shares: list[ops.Share], found: list
         ops.line_of(keys.setdefault(node.args[0], len(keys)), share, node.args[1])
         for node, share in zip(calls, shares, strict=True)
     ]
-    _replace(graph, calls, ops.SINK_ALL, (list(keys), "\n".join(lines), found), after)
-
-
-def _replace(graph: Any, calls: list[Any], target: Any, args: tuple[Any, ...], after: Any) -> None:
-    _put(graph, target, args, None, after, calls[-1])
+    _put(graph, ops.SINK_ALL, (list(keys), "\n".join(lines), found), None, after, calls[-1])
     for node in calls:
         graph.erase_node(node)
 

@@ -4,7 +4,7 @@ The operators of ``op_schemas``, but for ``enter`` and ``leave`` (``compiled_gra
 find the `ModuleHooks` by its key and run its entries. Nobody else does: ``attach`` imports the file to have them there.
 
 The texts that come with the operators are written while the compiler traces: by ``trace_hooks`` (`_Shown` reads its six
-fields), ``compiled_gradients`` (`What`, `_number_in`) and ``graph_passes`` (`op_schemas.read_line`). Change both ends
+fields), ``compiled_gradients`` (`What`, `_receiving`) and ``graph_passes`` (`op_schemas.read_line`). Change both ends
 together. A hook is handed copies, since the compiled program uses the memory again; what an edit changes in place would
 be lost, and raises. Hooks come and go while a graph stays: each call looks up those that are on now.
 """
@@ -25,6 +25,7 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
+from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Grads
-    from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.gradients import Moments
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import ModuleHooks
@@ -58,6 +58,9 @@ _NOTED: Final[OrderedDict[int, _NotedCall]] = OrderedDict()
 _NUMBERS: Final = itertools.count()
 _KEPT: Final = 1 << 14
 """How many calls are kept noted, the oldest go: a forward whose backward never comes would leave its calls there."""
+
+
+_NO_CONTEXT: Final = contextlib.nullcontext()
 
 
 def _nothing(*args: Any) -> None:
@@ -150,18 +153,11 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
             versions = [copy._version for copy in copies] if may_edit else []
             run_one(entry, module, *values)
             if may_edit and [copy._version for copy in copies] != versions and entry.attachment.order_group is _EDIT:
-                raise _changed_in_place(entry)
-
-
-_NO_CONTEXT: Final = contextlib.nullcontext()
-
-
-def _changed_in_place(entry: HookAtSite) -> HookReturnError:
-    attachment = entry.attachment
-    return HookReturnError(
-        f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r} changed its tensors in place, in compiled "
-        "code: it was shown copies, so the change is lost. Have it return the new value instead."
-    )
+                raise HookReturnError(
+                    f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} changed its "
+                    "tensors in place, in compiled code: it was shown copies, so the change is lost. Have it return "
+                    "the new value instead."
+                )
 
 
 @ops.behind(ops.COUNT, _nothing)
@@ -183,21 +179,16 @@ def _receiving(key: Tensor, text: str) -> Iterator[tuple[HookAtSite, Summary, nn
     module = module_hooks.module() if module_hooks is not None else None
     if module_hooks is None or module is None:
         return
-    entries: Sequence[HookAtSite | None] = module_hooks.backward_pre
-    number = _number_in(text)
-    if number is None:
+    number = None
+    if text.startswith(GRADIENTS):
+        number = int(text.removeprefix(GRADIENTS).partition("|")[0])
+        entries: Sequence[HookAtSite | None] = module_hooks.backward_pre
+    else:
         entries = (_shown(text).hook_at(module_hooks),)
     for entry in entries:
         summary = None if entry is None or entry.attachment.removed else entry.attachment.summary
         if entry is not None and summary is not None and number in (None, summary.number):
             yield entry, summary, module
-
-
-@functools.lru_cache(maxsize=4096)
-def _number_in(text: str) -> int | None:
-    """Return the number of a summary of gradients; None for one of the forward."""
-    kind, _, number = text.partition(" ")
-    return int(number.partition("|")[0]) if kind == GRADIENTS else None
 
 
 class _Receivers:

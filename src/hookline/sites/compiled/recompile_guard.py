@@ -1,7 +1,8 @@
 """Let compiled code notice that a module has hooks: such a module gets a ``forward`` of its own.
 
-`ModuleHooks` calls `set_own_forward` as its hooks come and go; ``attention`` binds a ``forward`` that does more by
-`bind_forward`; ``receipt`` asks `ignores_hooks` why hooks were silent.
+`ModuleHooks` calls `set_own_forward` as its hooks come and go, and `hide_from_copies` for its `CallGuard`.
+``attention`` calls `bind_forward` where a ``forward`` has to do more, and `set_own_forward` around that. ``receipt``
+asks `ignores_hooks` why hooks were silent.
 
 Compiled code checks, before it runs, that what it was compiled for is still so. That a module has no hooks is left out
 of these guards (to have them in, for every module and call, costs a tiny compiled model 7 %), so a hook that comes

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import Slot
 
 
@@ -63,48 +62,19 @@ class _Serial(threading.local):
 
 def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Trace the pre-hooks; return the arguments to go on with, if they are others."""
-    changed = False
-    steps, reads, plan, ticks, numbers = hook.recipe.split("/")
+    steps, _, plan, ticks, _ = hook.recipe.split("/")
     if ticks and not _torch.exporting():
         ops.BEGIN(hook.key, _serial(), torch.is_grad_enabled())
-    for place, step in enumerate(steps):
-        if step == "w":
-            _fire(hook, steps, place, reads, args, kwargs, ())
-            continue
-        if step == "s":
-            _summarize(hook, steps, place, numbers, args)
-            continue
-        entry = hook.steps[place]
-        assert entry is not None
-        given = (args, kwargs) if entry.attachment.options.with_kwargs else (args,)
-        result = _edit(hook, steps, place, entry, module, given)
-        if result is not None:
-            changed = True
-            if entry.attachment.options.with_kwargs:
-                args, kwargs = result
-            else:
-                args = result if isinstance(result, tuple) else (result,)
+    args, kwargs = _run_steps(hook, module, (args, kwargs))
     if plan and torch.is_grad_enabled() and not _torch.exporting():
         return _enter_gradients(hook, plan, args, kwargs)
-    return (args, kwargs) if changed else None
+    return (args, kwargs) if "e" in steps else None
 
 
 def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Trace the forward hooks; return the output to go on with."""
-    steps, reads, plan, _, numbers = hook.recipe.split("/")
-    for place, step in enumerate(steps):
-        if step == "w":
-            _fire(hook, steps, place, reads, args, kwargs, (output,))
-            continue
-        if step == "s":
-            _summarize(hook, steps, place, numbers, output)
-            continue
-        entry = hook.steps[place]
-        assert entry is not None
-        given = (args, kwargs, output) if entry.attachment.options.with_kwargs else (args, output)
-        result = _edit(hook, steps, place, entry, module, given)
-        if result is not None:
-            output = result
+    plan = hook.recipe.split("/")[2]
+    *_, output = _run_steps(hook, module, (args, kwargs, output))
     if plan and torch.is_grad_enabled() and not _torch.exporting():
         if "l" in plan:  # no slot before the call has noted the inputs
             _enter_gradients(hook, plan, args, kwargs)
@@ -112,10 +82,26 @@ def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any)
     return output
 
 
-def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+def _run_steps(hook: Slot, module: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Trace the steps of a slot; return the values to go on with.
+
+    ``values`` are arguments and keyword arguments; of forward hooks the output, too.
+    """
+    steps, reads, _, _, numbers = hook.recipe.split("/")
+    for place, step in enumerate(steps):
+        if step == "e":
+            values = _edit(hook, steps, place, module, values)
+        elif _torch.exporting():  # an exported program is to run where there is no hookline
+            continue
+        elif step == "w":
+            _fire(hook, steps, place, reads, *values)
+        else:
+            _summarize(hook, steps, place, numbers, values[0] if len(values) == 2 else values[2])
+    return values
+
+
+def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, *output: Any) -> None:
     """Put the operator into the graph that runs the observers of a step; hand over only what they read."""
-    if _torch.exporting():  # an exported program is to run where there is no hookline
-        return
     parts = Parts()
     if output and "o" not in reads:
         output = (None,)
@@ -126,24 +112,36 @@ def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any
 
 def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
     """Trace what the summary of a step makes of the tensors in ``value``, and hand that over."""
-    if _torch.exporting():  # an exported program is to run where there is no hookline
-        return
     tensors = [leaf for _, leaf in tree.leaves(value) if _is_carried(leaf)]
     found = ops.MAKERS[int(numbers.split(",")[place])](tensors)
     if found is not None:
         ops.SINK(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||", *found)
 
 
-def _edit(hook: Slot, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Trace the call of a hook that edits; an operator counts it when the graph runs."""
+def _edit(hook: Slot, steps: str, place: int, module: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Trace the call of a hook that edits; return the values to go on with. An operator counts it as the graph runs."""
+    entry = hook.steps[place]
+    assert entry is not None
     if not _torch.exporting():
         ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
     if attachment.context is not None:
         _refuse_scoped(attachment.name)
+    with_kwargs = attachment.options.with_kwargs
+    args, kwargs, *output = values
+    given = values if with_kwargs else (args, *output)
     if attachment.wants_site:
-        return entry.hook(module, *args, site=Site(entry.name, module, attachment.kind))
-    return entry.hook(module, *args)
+        result = entry.hook(module, *given, site=Site(entry.name, module, attachment.kind))
+    else:
+        result = entry.hook(module, *given)
+    if result is None:
+        return values
+    if output:
+        return args, kwargs, result
+    if with_kwargs:
+        args, kwargs = result
+        return args, kwargs
+    return result if isinstance(result, tuple) else (result,), kwargs
 
 
 @_torch.constant_while_tracing

@@ -8,7 +8,7 @@ of `Parts` and an argument of ``op_schemas.FIRE``. ``op_runtime._ONLY_OUTPUT`` i
 
 The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
 with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an
-object that no graph can carry ('O').
+object that no graph can carry ('O'). Where no container of that class can be made, a hook gets a tuple or a dict.
 
     >>> import torch
     >>> parts = Parts()
@@ -24,7 +24,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import sys
+import pkgutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -120,8 +120,8 @@ def _made(node: Any, streams: dict[str, Iterator[Any]]) -> Any:
     items = [_made(item, streams) for item in rest]
     plain = tuple(items) if letter == "(" else dict(zip(items[::2], items[1::2], strict=True))
     try:
-        return _construct(_class_called(name), plain)
-    except Exception:  # whatever the constructor of somebody's class may raise
+        return _construct(_CLASSES.get(name) or pkgutil.resolve_name(name), plain)
+    except Exception:  # there is no class of that name, or whatever its constructor may raise
         return plain
 
 
@@ -135,10 +135,3 @@ def _construct(cls: Any, plain: Any) -> Any:
         return cls(plain)
     given = [field.name for field in dataclasses.fields(cls) if field.init and field.name in plain]
     return cls(**{name: plain[name] for name in given})  # type: ignore[operator]
-
-
-def _class_called(name: str) -> Any:
-    if name in _CLASSES:
-        return _CLASSES[name]
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split("."), sys.modules[module])
