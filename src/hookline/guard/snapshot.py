@@ -6,7 +6,7 @@ the same objects, and the rest with the gradients, gone through each time. A par
 `RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
 (`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
 memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
-each save and restore, so whatever has to be known is asked of all tensors at once (`_Question`).
+each save and restore, so whatever has to be known is asked of all tensors at once (`Question`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, itemgetter
 from types import FrameType
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from hookline.errors import GuardError
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.guard.walk import BATCH, RunWalk, StateChange
+from hookline.guard.walk import BATCH, Question, RunWalk, StateChange
 from hookline.messages import listed
 from hookline.sites import _torch
 from hookline.sites.find import attached
@@ -210,41 +210,13 @@ class Look(NamedTuple):
 
     changes: list[StateChange]
     """The differences by name, as far as counters and addresses show them."""
+    written: set[int]
+    """The indices of tensors whose counter or memory differs."""
     containers: list[Any]
     """The containers that differ, as they were (notes of `RunWalk`)."""
     suspects: list[int]
     """The indices of tensors in which more than the numbers may differ: memory, flags, insides, attributes, hooks. Only
     these are put back one by one."""
-
-
-class _Question:
-    """A question asked of many tensors at once by ``map``, without Python code for each; and the last answers."""
-
-    def __init__(self, indices: Collection[int], ask: Callable[[], Iterable[Any]]) -> None:
-        self.indices = indices
-        """The indices of the tensors, in the order of the answers."""
-        self._ask = ask
-        self.note()
-
-    def note(self) -> None:
-        """Note the answers of now."""
-        self.before = list(self._ask())
-
-    def differing(self) -> set[int]:
-        """Return the indices of the tensors whose answer differs now."""
-        now, before = list(self._ask()), self.before
-        if now == before:
-            return set()
-        return {index for index, new, old in zip(self.indices, now, before, strict=True) if new != old}
-
-
-def _ask_layouts(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
-    return map(_layout_of, tensors), map(Tensor.stride, tensors), map(Tensor.is_conj, tensors)
-
-
-def _ask_holders(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
-    uses = map(_torch.use_count, tensors)
-    return map(type, tensors), map(_torch.identity_of, tensors), uses, map(id, map(vars, tensors))
 
 
 class SavedPart:
@@ -260,47 +232,50 @@ class SavedPart:
         # The memory belongs to the tensor itself, or to its part (of a DTensor); sparse tensors have no such memory.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
         self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
-        self._strided = [self._live[index] for index in self._aliases]
-        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
-        # refers to, and swapping gives it other memory.
-        self._holders = [tensor for tensor in self.tensors if type(tensor) is not Tensor]
-        tensors, counted, held = self.tensors, self._counted, self._holders
-        self._versions = _Question(self._indices(counted), lambda: map(_version_of, counted))
-        self._flags = _Question(range(len(tensors)), lambda: map(_flag_of, tensors))
-        self._holding = _Question(self._indices(held), lambda: zip(*_ask_holders(held), strict=True))
+        self._odd = [index for index in range(len(self.tensors)) if index not in self._aliases]
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies: MemoryCopies | None = None
         self.copied: frozenset[str] = frozenset()
         """The kinds of the tensors that were copied."""
-        self._note_memory()
+        self._ask_about_tensors()
+        self._ask_about_memory()
 
-    def _indices(self, tensors: Iterable[Tensor]) -> list[int]:
-        return [self.walk.seen[id(tensor)] for tensor in tensors]
+    def _ask_about_tensors(self) -> None:
+        tensors = self.tensors
+        counted = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_inference()}
+        self._versions = Question(counted, lambda: map(_version_of, counted.values()))
+        self._flags = Question(range(len(tensors)), lambda: map(_flag_of, tensors))
+        # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
+        # refers to, and swapping gives it other memory.
+        self._holders = {index: tensor for index, tensor in enumerate(tensors) if type(tensor) is not Tensor}
+        held, insides, uses = self._holders.values(), _torch.identity_of, _torch.use_count
+        self._holding = Question(
+            self._holders,
+            lambda: zip(map(type, held), map(insides, held), map(uses, held), map(id, map(vars, held)), strict=True),
+        )
 
-    def _note_memory(self) -> None:
+    def _ask_about_memory(self) -> None:
+        live = [self._live[index] for index in self._aliases]
         storages = [alias.untyped_storage() for alias in self._aliases.values()]
-        indices, live = self._aliases, self._strided
-        self._memory = _Question(indices, lambda: zip(map(_nbytes, storages), map(_address, storages), strict=True))
-        self._addresses = _Question(indices, lambda: map(Tensor.data_ptr, live))
-        self._layouts = _Question(indices, lambda: zip(*_ask_layouts(live), strict=True))
-        # One call for all, which takes a tenth of the time. It may say no where nothing differs: then the layouts are
+        self._lengths = Question(self._aliases, lambda: map(_nbytes, storages))
+        self._addresses = Question(self._aliases, lambda: map(Tensor.data_ptr, live))
+        self._layouts = Question(
+            self._aliases,
+            lambda: zip(map(_layout_of, live), map(Tensor.stride, live), map(Tensor.is_conj, live), strict=True),
+        )
+        # One call for all, which takes a sixth of the time. It may say no where nothing differs: then the layouts are
         # compared one by one. It does not see that a view is conjugated, so complex tensors are always compared, as
         # where there is no such call: ``bool()`` says no.
-        has_complex = any(map(Tensor.is_complex, self._strided))
-        self._has_same_layout = (None if has_complex else _torch.layout_check(self._strided)) or bool
+        has_complex = any(map(Tensor.is_complex, live))
+        self._has_same_layout = (None if has_complex else _torch.layout_check(live)) or bool
 
-    def has_same_memory(self) -> bool:
-        """Return whether all memory is where it was, and as long."""
-        return not self._memory.differing()
+    def has_same_lengths(self) -> bool:
+        """Return whether all memory is as long as it was, so that copies can go there and back."""
+        return not self._lengths.differing()
 
     def moved(self) -> set[int]:
         """Return the indices of the tensors that have other memory, or another layout, than they had."""
-        return self._memory.differing() | self.placed_anew()
-
-    def placed_anew(self) -> set[int]:
-        """Return the indices of the tensors that are elsewhere in memory, or have another layout."""
-        found = self._addresses.differing()
+        found = self._lengths.differing() | self._addresses.differing()
         return found if self._has_same_layout() else found | self._layouts.differing()
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -318,13 +293,11 @@ class SavedPart:
         for question in (self._versions, self._flags, self._holding):
             question.note()
         tensors = self.tensors
-        self._graphs = {
-            i: tensors[i].grad_fn for i, flag in enumerate(self._flags.before) if flag and not tensors[i].is_leaf
-        }
+        flags = enumerate(self._flags.before)
+        self._graphs = {i: tensors[i].grad_fn for i, flag in flags if flag and not tensors[i].is_leaf}
         """The node that computed a tensor: a write in place gives it another one."""
-        sparse = set(range(len(tensors))).difference(self._aliases)
-        self._sparse = {index: self._live[index].clone() for index in sparse if self.kinds[index] in self.copied}
-        self._attributes = dict(zip(self._holding.indices, map(vars, self._holders), strict=True))
+        self._sparse = {index: self._live[index].clone() for index in self._odd if self.kinds[index] in self.copied}
+        self._attributes = {index: vars(tensor) for index, tensor in self._holders.items()}
         self._hooks = {
             index: [(held, tuple(held.items()) if held else ()) for held in _hooks_of(tensors[index])]
             for index in self._hooked()
@@ -332,7 +305,7 @@ class SavedPart:
         """For each kind of hooks of a tensor its dictionary and what is in it; None for a kind that it never had."""
         self.used = set[int]()
         """The indices of tensors to which something in C++ refers: graphs, views."""
-        for index, (_, identity, uses, _) in zip(self._holding.indices, self._holding.before, strict=True):
+        for index, (_, identity, uses, _) in zip(self._holders, self._holding.before, strict=True):
             self.identities[index] = identity
             if uses > 1:
                 self.used.add(index)
@@ -341,8 +314,7 @@ class SavedPart:
         """The nodes that add up gradients (AccumulateGrad), of tensors in a graph that is still alive."""
 
     def _hooked(self) -> list[int]:
-        pairs = zip(self._holding.indices, map(_hooks_of, self._holders), strict=True)
-        return [index for index, hooks in pairs if hooks != (None, None)]
+        return [index for index, tensor in self._holders.items() if _hooks_of(tensor) != (None, None)]
 
     def leaves(self) -> list[int]:
         """Return the indices of tensors that can have a gradient: not computed ones, nor those of the optimizer."""
@@ -371,26 +343,26 @@ class SavedPart:
         changes = self.walk.changes(containers)
         changes += [StateChange(self.kinds[i], self.name(i), self.kinds[i] in self.copied) for i in sorted(written)]
         changes += [StateChange("structure", f"{self.name(index)}.requires_grad") for index in sorted(flags)]
-        return Look(changes, containers, sorted(suspects))
+        return Look(changes, written, containers, sorted(suspects))
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def copy_back(self) -> None:
         """Copy all numbers back if the memory is where it was; otherwise leave it to `restore_memory`."""
-        if self.copies is not None and self.copies.nbytes and self.has_same_memory():
+        if self.copies is not None and self.copies.nbytes and self.has_same_lengths():
             self.copies.restore()
 
     def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
         """Put back memory and layout; return the names of tensors that had to be given other memory, and why."""
         moved = self.moved() if suspects else set()
         replaced: dict[str, str] = {}
-        for index, (nbytes, _) in zip(self._aliases, self._memory.before, strict=True) if moved else ():
+        for index, nbytes in zip(self._aliases, self._lengths.before, strict=True) if moved else ():
             if index in moved:
                 if not self._restore_length(self._aliases[index].untyped_storage(), nbytes):
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
                 self._live[index].data = self._aliases[index]
         if moved and self.copies is not None:
-            self._note_memory()  # what was resized is elsewhere
+            self._ask_about_memory()  # what was resized is elsewhere
             self.copies.restore()
         for index, numbers in self._sparse.items():
             self._live[index].copy_(numbers)
@@ -461,18 +433,21 @@ class SavedPart:
         unhooked = [self.name(index) for index, node in nodes if _torch.accumulator_of(self.tensors[index]) is not node]
         return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
-    def restore_versions(self, *, advance: bool) -> None:
+    def restore_versions(self, look: Look, *, advance: bool) -> None:
         """Set autograd's version counters back, so that a backward pass whose forward is over finds what it left.
 
         Only for tensors whose numbers were put back: elsewhere a counter that was set back would hide a change.
         ``advance``: count one more write instead, since the numbers are older than the counters say, and a graph that
         was built in between must see that.
         """
-        others = self._versions.indices if advance else self._versions.differing()
-        before = dict(zip(self._versions.indices, self._versions.before, strict=True)) if others else {}
-        copied = [index for index in others if self.kinds[index] in self.copied]
-        versions = [self.tensors[index]._version + 1 if advance else before[index] for index in copied]
-        _torch.set_versions(tuple(self.tensors[index] for index in copied), tuple(versions))
+        touched = look.written.union(look.suspects)
+        noted = zip(self._versions.indices, self._versions.before, strict=True) if advance or touched else ()
+        versions = {
+            self.tensors[index]: self.tensors[index]._version + 1 if advance else before
+            for index, before in noted
+            if self.kinds[index] in self.copied and (advance or index in touched)
+        }
+        _torch.set_versions(tuple(versions), tuple(versions.values()))
 
 
 def _detach(tensor: Tensor) -> bool:
@@ -622,9 +597,9 @@ class Snapshot:
     def _copy_main(self, copied: frozenset[str]) -> SavedPart:
         """Copy model and optimizer, and return their part: that of before, if they hold the same objects still."""
         kept, self._main = self._main, None
-        if kept is not None and kept.has_same_memory():
+        if kept is not None and kept.has_same_lengths():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not kept.placed_anew() and kept.walk.refresh():
+            if not kept.moved() and kept.walk.refresh():
                 return kept
         if kept is not None:
             kept.free()
@@ -695,8 +670,8 @@ class Snapshot:
             lost = self._restore_parts(looks, is_hooked=is_hooked)
             for index, grad in self._other_grads().items():
                 self._owners[index].grad = grad
-            for part in self._parts:
-                part.restore_versions(advance=not versions)
+            for part, look in zip(self._parts, looks, strict=True):
+                part.restore_versions(look, advance=not versions)
         if self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
             self._random.restore()
