@@ -184,13 +184,12 @@ class Guard:
         """
         names = [scopes] if isinstance(scopes, str) else list(scopes)
         saved = max(map(_check_scope, names), key=SCOPES.index, default="reads")
-        with interrupts_deferred():
-            self._saved_scope = None
-            copied = ALL if saved == "trains" else BUFFERS
-            if saved == "grads" and self._snapshot.has_buckets:
-                copied |= {"gradient"}
-            self._snapshot.take(copied, batch=batch)
-            self._saved_scope = saved
+        self._saved_scope = None
+        copied = ALL if saved == "trains" else BUFFERS
+        if saved == "grads" and self._snapshot.has_buckets:
+            copied |= {"gradient"}
+        self._snapshot.take(copied, batch=batch)
+        self._saved_scope = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
 
@@ -254,7 +253,6 @@ class Guard:
         raise_if_lost(f"Hook {receipt.hook!r}", lost)
         return forbidden
 
-    @interrupts_deferred()
     def release(self) -> None:
         """Let go of what was saved; keep the memory for the next firing.
 

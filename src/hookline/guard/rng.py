@@ -40,8 +40,8 @@ _NUMPY: Final[Any] = np.random  # its annotations leave out the functions that e
 # bytes are is found once, on a generator of our own. If they are not found (another Python or NumPy), the whole state
 # is read each time.
 
-_TWISTER_BYTES: Final = 624 * 4 + 4
-"""The bytes of the numbers of a Mersenne twister, and of its position among them."""
+_Twister: Final = ctypes.c_char * (624 * 4 + 4)
+"""The numbers of a Mersenne twister, and its position among them. Made once: a type is garbage that only gc frees."""
 _STORE: Final = 16
 """The bytes of NumPy's note whether it has a normal number in store, and of that number."""
 
@@ -275,7 +275,7 @@ def _numpy_position() -> tuple[Any, bytes, bytes]:
     if not stored or type(stream) is not np.random.MT19937:
         return stream, pickle.dumps(numpy_state()), stored
     with stream.lock:
-        return stream, ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES), stored
+        return stream, _Twister.from_address(stream.ctypes.state_address).raw, stored
 
 
 def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
@@ -286,7 +286,7 @@ def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
         set_numpy_state(pickle.loads(state))
     else:
         with stream.lock:
-            (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = state
+            _Twister.from_address(stream.ctypes.state_address).raw = state
     if stored:
         _STORED_NORMAL.raw = stored
 

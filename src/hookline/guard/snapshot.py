@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any, Final, NamedTuple, Self
@@ -52,9 +53,7 @@ raw copies, and 1.12 where all are copied together."""
 _SHARE: Final = 0.9
 """The share of a device's free memory that copies may take; the rest is for what the run is going to do."""
 _PLAIN: Final = (Tensor, nn.Parameter)
-_NO_HOOKS: Final = ((None, ()), (None, ()))
-_nbytes: Final = torch.UntypedStorage.nbytes
-_address: Final = torch.UntypedStorage.data_ptr
+_NO_HOOKS: Final = (None, None)
 _layout_of: Final = attrgetter("shape", "dtype", "device")
 _flag_of: Final = attrgetter("requires_grad")
 _version_of: Final = attrgetter("_version")
@@ -181,7 +180,7 @@ def _piece_of(aliases: list[Tensor]) -> Tensor:
     if first.device.type == "cpu" and len(aliases) == 1 and _is_whole(first):
         return first
     # Views of one NumPy array have storages of their own that begin at the same byte: the longest has them all.
-    storage = max((alias.untyped_storage() for alias in aliases), key=_nbytes)
+    storage = max((alias.untyped_storage() for alias in aliases), key=torch.UntypedStorage.nbytes)
     begins, ends = zip(*map(_span, aliases), strict=True)
     begin, end = min(begins), max(ends)
     width, dtype = next((width, dtype) for width, dtype in _WIDE if math.gcd(begin, end) % width == 0)
@@ -232,51 +231,46 @@ class SavedPart:
         # The memory belongs to the tensor itself, or to its part (of a DTensor); sparse tensors have no such memory.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
         self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
+        self._own = {i: tensor for i, tensor in enumerate(self.tensors) if self.kinds[i] != "state"}
+        """The tensors but those of the optimizer."""
         self._odd = [index for index in range(len(self.tensors)) if index not in self._aliases]
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies: MemoryCopies | None = None
         self.copied: frozenset[str] = frozenset()
         """The kinds of the tensors that were copied."""
-        self._ask_about_tensors()
-        self._ask_about_memory()
+        self._ask()
 
-    def _ask_about_tensors(self) -> None:
-        tensors = self.tensors
-        counted = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_inference()}
-        self._versions = Question(counted, lambda: map(_version_of, counted.values()))
-        self._flags = Question(range(len(tensors)), lambda: map(_flag_of, tensors))
+    def _ask(self) -> None:
+        """Begin to ask the tensors, which are as they should be now."""
+        each = dict(enumerate(self.tensors))
+        self._versions = Question({i: tensor for i, tensor in each.items() if not tensor.is_inference()}, _version_of)
+        self._flags = Question(each, _flag_of)
         # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
         # refers to, and swapping gives it other memory.
-        self._holders = {index: tensor for index, tensor in enumerate(tensors) if type(tensor) is not Tensor}
-        held, insides, uses = self._holders.values(), _torch.identity_of, _torch.use_count
-        self._holding = Question(
-            self._holders,
-            lambda: zip(map(type, held), map(insides, held), map(uses, held), map(id, map(vars, held)), strict=True),
-        )
+        holders = {index: tensor for index, tensor in each.items() if type(tensor) is not Tensor}
+        self._holding = Question(holders, _torch.identity_of, _torch.use_count, _hooks_of, type)
+        live = {index: self._live[index] for index in self._aliases}
+        storages = {index: alias.untyped_storage() for index, alias in self._aliases.items()}
+        self._lengths = Question(storages, torch.UntypedStorage.nbytes)
+        self._addresses = Question(live, Tensor.data_ptr)
+        self._layouts = Question(live, _layout_of, Tensor.stride, Tensor.is_conj)
+        # One call for layouts and flags of all, which takes an eighth of the time. It may say no where nothing differs:
+        # then they are compared one by one. It does not see that a view is conjugated, so complex tensors are always
+        # compared, as where there is no such call: ``bool()`` says no.
+        others = [tensor for index, tensor in each.items() if live.get(index) is not tensor]
+        has_complex = any(map(Tensor.is_complex, live.values()))
+        self._is_as_made = (None if has_complex else _torch.layout_check([*live.values(), *others])) or bool
 
-    def _ask_about_memory(self) -> None:
-        live = [self._live[index] for index in self._aliases]
-        storages = [alias.untyped_storage() for alias in self._aliases.values()]
-        self._lengths = Question(self._aliases, lambda: map(_nbytes, storages))
-        self._addresses = Question(self._aliases, lambda: map(Tensor.data_ptr, live))
-        self._layouts = Question(
-            self._aliases,
-            lambda: zip(map(_layout_of, live), map(Tensor.stride, live), map(Tensor.is_conj, live), strict=True),
-        )
-        # One call for all, which takes a sixth of the time. It may say no where nothing differs: then the layouts are
-        # compared one by one. It does not see that a view is conjugated, so complex tensors are always compared, as
-        # where there is no such call: ``bool()`` says no.
-        has_complex = any(map(Tensor.is_complex, live))
-        self._has_same_layout = (None if has_complex else _torch.layout_check(live)) or bool
+    def resized(self) -> set[int]:
+        """Return the indices of the tensors whose memory has another length, so that no copy can go there or back."""
+        return self._lengths.differing()
 
-    def has_same_lengths(self) -> bool:
-        """Return whether all memory is as long as it was, so that copies can go there and back."""
-        return not self._lengths.differing()
-
-    def moved(self) -> set[int]:
-        """Return the indices of the tensors that have other memory, or another layout, than they had."""
-        found = self._lengths.differing() | self._addresses.differing()
-        return found if self._has_same_layout() else found | self._layouts.differing()
+    def moved(self) -> tuple[set[int], set[int]]:
+        """Return the indices of the tensors that are elsewhere in memory, or have another layout; and other flags."""
+        moved = self._addresses.differing()
+        if self._is_as_made():
+            return moved, set()
+        return moved | self._layouts.differing(), self._flags.differing()
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -290,35 +284,31 @@ class SavedPart:
 
     def note(self) -> None:
         """Note everything except the numbers: counters, flags, attributes, hooks, graphs."""
-        for question in (self._versions, self._flags, self._holding):
-            question.note()
+        self._versions.note()
+        self._holding.note()
         tensors = self.tensors
-        flags = enumerate(self._flags.before)
-        self._graphs = {i: tensors[i].grad_fn for i, flag in flags if flag and not tensors[i].is_leaf}
+        trained = compress(range(len(tensors)), self._flags.before)
+        self._graphs = {index: tensors[index].grad_fn for index in trained if not tensors[index].is_leaf}
         """The node that computed a tensor: a write in place gives it another one."""
         self._sparse = {index: self._live[index].clone() for index in self._odd if self.kinds[index] in self.copied}
-        self._attributes = {index: vars(tensor) for index, tensor in self._holders.items()}
-        self._hooks = {
-            index: [(held, tuple(held.items()) if held else ()) for held in _hooks_of(tensors[index])]
-            for index in self._hooked()
-        }
+        self._attributes = dict[int, dict[str, Any]]()
+        self._hooks = dict[int, list[tuple[Any, tuple[Any, ...]]]]()
         """For each kind of hooks of a tensor its dictionary and what is in it; None for a kind that it never had."""
         self.used = set[int]()
         """The indices of tensors to which something in C++ refers: graphs, views."""
-        for index, (_, identity, uses, _) in zip(self._holders, self._holding.before, strict=True):
-            self.identities[index] = identity
+        for index, (identity, uses, hooks, _) in zip(self._holding.things, self._holding.before, strict=True):
+            self.identities[index], self._attributes[index] = identity, vars(tensors[index])
             if uses > 1:
                 self.used.add(index)
+            if hooks != _NO_HOOKS:
+                self._hooks[index] = [(held, tuple(held.items()) if held else ()) for held in hooks]
         found = {index: _live_node(tensors[index]) for index in self.used}
         self.nodes = {index: node for index, node in found.items() if node is not None}
         """The nodes that add up gradients (AccumulateGrad), of tensors in a graph that is still alive."""
 
-    def _hooked(self) -> list[int]:
-        return [index for index, tensor in self._holders.items() if _hooks_of(tensor) != (None, None)]
-
-    def leaves(self) -> list[int]:
-        """Return the indices of tensors that can have a gradient: not computed ones, nor those of the optimizer."""
-        return [i for i, kind in enumerate(self.kinds) if kind != "state" and i not in self._graphs]
+    def leaves(self) -> dict[int, Tensor]:
+        """Return the tensors that can have a gradient: not computed ones, nor those of the optimizer."""
+        return {index: tensor for index, tensor in self._own.items() if index not in self._graphs}
 
     def forget(self) -> bool:
         """Drop references to graphs; return False if a tensor of the part was itself computed, so that it keeps one."""
@@ -335,11 +325,13 @@ class SavedPart:
 
     def look(self) -> Look:
         """Return what differs now."""
-        containers, moved, flags = self.walk.changed(), self.moved(), self._flags.differing()
+        containers, (moved, flags) = self.walk.changed(), self.moved()
+        moved |= self.resized()
         written = moved | self._versions.differing()
         suspects = moved | flags | self._holding.differing()
-        suspects.update(self.nodes, self._sparse, self._hooks, self._hooked())
+        suspects.update(self.nodes, self._sparse, self._hooks)
         suspects.update(i for i, node in self._graphs.items() if self.tensors[i].grad_fn is not node)
+        suspects.update(i for i, own in self._attributes.items() if vars(self.tensors[i]) is not own)
         changes = self.walk.changes(containers)
         changes += [StateChange(self.kinds[i], self.name(i), self.kinds[i] in self.copied) for i in sorted(written)]
         changes += [StateChange("structure", f"{self.name(index)}.requires_grad") for index in sorted(flags)]
@@ -349,12 +341,12 @@ class SavedPart:
 
     def copy_back(self) -> None:
         """Copy all numbers back if the memory is where it was; otherwise leave it to `restore_memory`."""
-        if self.copies is not None and self.copies.nbytes and self.has_same_lengths():
+        if self.copies is not None and self.copies.nbytes and not self.resized():
             self.copies.restore()
 
     def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
         """Put back memory and layout; return the names of tensors that had to be given other memory, and why."""
-        moved = self.moved() if suspects else set()
+        moved = self.resized() | self.moved()[0] if suspects else set()
         replaced: dict[str, str] = {}
         for index, nbytes in zip(self._aliases, self._lengths.before, strict=True) if moved else ():
             if index in moved:
@@ -362,7 +354,7 @@ class SavedPart:
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
                 self._live[index].data = self._aliases[index]
         if moved and self.copies is not None:
-            self._ask_about_memory()  # what was resized is elsewhere
+            self._addresses.note()  # what was resized is elsewhere
             self.copies.restore()
         for index, numbers in self._sparse.items():
             self._live[index].copy_(numbers)
@@ -391,7 +383,7 @@ class SavedPart:
             if index in self._attributes and vars(tensor) is not self._attributes[index]:
                 tensor.__dict__ = self._attributes[index]
             # Each dictionary is set anew, since the internals may be others, which do not know it yet.
-            own, held = self._hooks.get(index, _NO_HOOKS), _hooks_of(tensor)
+            own, held = self._hooks.get(index, [(None, ())] * 2), _hooks_of(tensor)
             for name, now, (hooks, items) in zip(_torch.TENSOR_HOOKS, held, own, strict=True):
                 if now:
                     now.clear()
@@ -441,7 +433,7 @@ class SavedPart:
         was built in between must see that.
         """
         touched = look.written.union(look.suspects)
-        noted = zip(self._versions.indices, self._versions.before, strict=True) if advance or touched else ()
+        noted = zip(self._versions.things, self._versions.before, strict=True) if advance or touched else ()
         versions = {
             self.tensors[index]: self.tensors[index]._version + 1 if advance else before
             for index, before in noted
@@ -597,9 +589,9 @@ class Snapshot:
     def _copy_main(self, copied: frozenset[str]) -> SavedPart:
         """Copy model and optimizer, and return their part: that of before, if they hold the same objects still."""
         kept, self._main = self._main, None
-        if kept is not None and kept.has_same_lengths():
+        if kept is not None and not kept.resized():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not kept.moved() and kept.walk.refresh():
+            if not any(kept.moved()) and kept.walk.refresh():
                 return kept
         if kept is not None:
             kept.free()
@@ -609,7 +601,7 @@ class Snapshot:
 
     def _find_gradients(self, main: SavedPart, walk: RunWalk) -> None:
         """Note which tensors have which gradient, and add those to ``walk`` that are not met otherwise."""
-        self._owners = {index: main.tensors[index] for index in main.leaves()}
+        self._owners = main.leaves()
         self._grads = list(map(attrgetter("grad"), self._owners.values()))
         for index, grad in zip(self._owners, self._grads, strict=True):
             if grad is not None and id(grad) not in main.walk.seen and id(grad) not in walk.seen:
@@ -626,7 +618,6 @@ class Snapshot:
         for owner in self.gradients:
             owner.grad = None
 
-    @interrupts_deferred()
     def forget(self, *, everything: bool = False) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
         for rest in self._parts[1:]:
@@ -638,18 +629,12 @@ class Snapshot:
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def _changes(self, looks: Sequence[Look]) -> list[StateChange]:
-        found = [change for look in looks for change in look.changes]
-        found += [StateChange("other gradient", f"{self._parts[0].name(i)}.grad") for i in self._other_grads()]
-        return list(dict.fromkeys(found))
-
     def _other_grads(self) -> dict[int, Tensor | None]:
         """Return the gradients that are not on their owners any more, by the owner's index."""
         now = [owner.grad if owner.is_leaf else None for owner in self._owners.values()]  # torch warns about others
         each = zip(self._owners, now, self._grads, strict=True)
         return {index: before for index, grad, before in each if grad is not before}
 
-    @interrupts_deferred()
     def restore(self, *, hooks: bool = True, versions: bool = True) -> tuple[list[StateChange], dict[str, str]]:
         """Put everything back, any number of times; return what differed, and by name what is lost, and why.
 
@@ -666,9 +651,10 @@ class Snapshot:
             for part in self._parts:
                 part.copy_back()  # first: nothing else depends on the numbers, and a GPU copies meanwhile
             looks = [part.look() for part in self._parts]
-            changes = self._changes(looks)
+            changes = list(dict.fromkeys(change for look in looks for change in look.changes))
             lost = self._restore_parts(looks, is_hooked=is_hooked)
             for index, grad in self._other_grads().items():
+                changes.append(StateChange("other gradient", f"{self._parts[0].name(index)}.grad"))
                 self._owners[index].grad = grad
             for part, look in zip(self._parts, looks, strict=True):
                 part.restore_versions(look, advance=not versions)
@@ -694,6 +680,7 @@ class Snapshot:
             lost |= part.restore_nodes(look.suspects, self.roots["model"])
         return lost
 
+    @interrupts_deferred()
     def go_back(self, who: str, *, versions: bool = False) -> None:
         """Put everything but hooks back, for a while; if something is lost, raise a `GuardError` that names ``who``."""
         raise_if_lost(who, self.restore(hooks=False, versions=versions)[1])

@@ -13,7 +13,7 @@ search all of guard/ for one before you change it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -68,24 +68,26 @@ class StateChange(NamedTuple):
 
 
 class Question:
-    """A question asked of many things at once by ``map``, without Python code for each; and the answers noted last."""
+    """What many things answer to some calls, asked by ``map`` without Python code for each; and the answers before."""
 
-    def __init__(self, indices: Collection[int], ask: Callable[[], Iterable[Any]]) -> None:
-        self.indices = indices
-        """The indices of the things, in the order of the answers."""
-        self._ask = ask
+    def __init__(self, things: Mapping[int, Any], *calls: Callable[[Any], Any]) -> None:
+        self.things, self._calls = things, calls
         self.note()
 
     def note(self) -> None:
         """Note the answers of now."""
-        self.before = list(self._ask())
+        self.before = self._ask()
 
     def differing(self) -> set[int]:
         """Return the indices of the things whose answer differs now."""
-        now, before = list(self._ask()), self.before
+        now, before = self._ask(), self.before
         if now == before:
             return set()
-        return {index for index, new, old in zip(self.indices, now, before, strict=True) if new != old}
+        return {index for index, new, old in zip(self.things, now, before, strict=True) if new != old}
+
+    def _ask(self) -> list[Any]:
+        answers = [map(call, self.things.values()) for call in self._calls]
+        return list(answers[0] if len(answers) == 1 else zip(*answers, strict=True))
 
 
 class _Container(NamedTuple):
@@ -177,8 +179,7 @@ class RunWalk:
         for self._root, root in roots.items():
             if root is not None:
                 self._walk(root)
-        objects = self._objects
-        self._classes = Question(range(len(objects)), lambda: map(type, objects))
+        self._classes = Question(dict(enumerate(self._objects)), type)
         self._ask_versions()
 
     # -- walking ---------------------------------------------------------------------------------------------------
@@ -267,10 +268,9 @@ class RunWalk:
 
         An OrderedDict may get another order without a new version.
         """
-        version = _torch.dict_version
-        plain = [] if version is None else [i for i, one in enumerate(self._containers) if type(one.held) is dict]
-        held = [self._containers[index].held for index in plain]
-        self._versions = Question(plain, lambda: map(version or id, held))
+        containers, version = enumerate(self._containers), _torch.dict_version
+        plain = {index: one.held for index, one in containers if version is not None and type(one.held) is dict}
+        self._versions = Question(plain, version or id)
         self._odd = set(range(len(self._containers))).difference(plain)
 
     # -- later -----------------------------------------------------------------------------------------------------
@@ -293,12 +293,14 @@ class RunWalk:
         """Note plain values (a learning rate) and arrays anew; return False if anything else has changed."""
         if any(self._empty) or self._classes.differing():
             return False
-        for index in self._differing():
+        differing = self._differing()
+        for index in differing:
             before = self._containers[index]
             now = self._containers[index] = _Container.of(before.held, before.place)
             if not before.has_same_parts(now):
                 return False
-        self._versions.note()
+        if differing:
+            self._versions.note()
         self._arrays = [(array, array.copy(), place) for array, _, place in self._arrays]
         return True
 
