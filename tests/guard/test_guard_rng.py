@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hookline.guard import rng
+from hookline.guard.guard import rollback
 from hookline.guard.rng import RandomStates, kept_rng
 
 
@@ -115,3 +116,10 @@ def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():
     second.__exit__(None, None, None)
     assert np.random.get_bit_generator() is stream
     assert np.random.rand(2).tolist() == expected
+
+
+def test_a_device_that_a_block_is_the_first_to_use_is_not_said_to_be_put_back(monkeypatch):
+    """Its stream was nowhere before; a stub stands for CUDA."""
+    with rollback(torch.nn.Linear(1, 1)) as receipt:
+        monkeypatch.setattr(rng, "cuda_states", lambda: [torch.zeros(16, dtype=torch.uint8)])
+    assert receipt.touched == receipt.restored == ()

@@ -103,9 +103,9 @@ class RandomStates:
             set_state(generator, state)
 
     def changed(self) -> list[str]:
-        """Return the names of the streams that have moved since."""
-        now, before = _positions(), self.streams
-        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
+        """Return the names of the streams that have moved since; not of a device that was not in use then."""
+        now = _positions()
+        moved = [name for name, state in self.streams.items() if not _is_same(state, now[name])]
         others = [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
