@@ -22,7 +22,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -69,20 +69,6 @@ _STORED_NORMAL: Final = _find_store()
 
 
 # -- keeping streams -------------------------------------------------------------------------------------------------
-
-
-class _HookStreams:
-    """What all firings of the process share: where the streams were when hooks drew, and the seed of the run."""
-
-    def __init__(self) -> None:
-        self.marks: Final[dict[str, tuple[int, int]]] = {}
-        """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had
-        found it there."""
-        self.run_seed: int | None = None
-        """The seed of the run while hooks fire, as `hook_rng` may have given torch another; None outside of firings."""
-
-
-_HOOKS: Final = _HookStreams()
 
 
 class RandomStates:
@@ -147,6 +133,12 @@ class hook_rng(kept_rng):
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
 
+    marks: ClassVar[dict[str, tuple[int, int]]] = {}
+    """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had found
+    it there. All firings of the process share this, and the next."""
+    run_seed: ClassVar[int | None] = None
+    """The seed of the run while hooks fire, which may have given torch another; None outside of firings."""
+
     def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
         """Keep all streams.
 
@@ -158,12 +150,12 @@ class hook_rng(kept_rng):
 
     def __enter__(self) -> None:
         kept_rng.__enter__(self)
-        self._outer_seed = _HOOKS.run_seed
-        _HOOKS.run_seed = run_seed()
+        self._outer_seed = hook_rng.run_seed
+        hook_rng.run_seed = run_seed()
         self._begin = self._before.streams
         self._repeats: dict[str, int] = {}
         for name, state in self._before.streams.items():
-            mark, repeats = _HOOKS.marks.get(name, (None, 0))
+            mark, repeats = self.marks.get(name, (None, 0))
             if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
                 self._repeats[name] = repeats + 1
                 _seed(name, _hashed(name, mark, repeats + 1))
@@ -176,8 +168,8 @@ class hook_rng(kept_rng):
             now = _positions()
             drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
         for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
-            _HOOKS.marks[name] = _digest(state), self._repeats.get(name, 0)
-        _HOOKS.run_seed = self._outer_seed
+            self.marks[name] = _digest(state), self._repeats.get(name, 0)
+        hook_rng.run_seed = self._outer_seed
         self._before.restore(drawn.keys() | self._repeats.keys())
 
 
@@ -191,18 +183,18 @@ def stream_states() -> dict[str, Any]:
 
 def run_seed() -> int:
     """Return the seed that the run has given torch, also while hooks draw from others; loaders' seeds begin with it."""
-    return torch.default_generator.initial_seed() if _HOOKS.run_seed is None else _HOOKS.run_seed
+    return torch.default_generator.initial_seed() if hook_rng.run_seed is None else hook_rng.run_seed
 
 
 def hook_stream() -> dict[str, list[int]]:
     """Return the marks of the streams of hooks, for a checkpoint; plain values."""
-    return {name: list(mark) for name, mark in _HOOKS.marks.items()}
+    return {name: list(mark) for name, mark in hook_rng.marks.items()}
 
 
 def set_hook_stream(marks: Mapping[str, Sequence[int]]) -> None:
     """Set the ``marks`` that `hook_stream` returned."""
-    _HOOKS.marks.clear()
-    _HOOKS.marks.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
+    hook_rng.marks.clear()
+    hook_rng.marks.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
 
 
 def restart_hook_stream() -> None:
@@ -210,8 +202,8 @@ def restart_hook_stream() -> None:
 
     `HookManager.reset_all` and the audit call this.
     """
-    if _HOOKS.run_seed is None:  # a hook that trains a run of its own draws on
-        _HOOKS.marks.clear()
+    if hook_rng.run_seed is None:  # a hook that trains a run of its own draws on
+        hook_rng.marks.clear()
 
 
 def _spoken(name: str) -> str:
