@@ -81,8 +81,6 @@ class TorchSwitches:
     sites/_torch.py in it.
     """
 
-    __slots__ = ("lost", "values")
-
     def __init__(self) -> None:
         self.values = {name: read() for name, (read, _) in _SWITCHES.items()}
         """The switches by name."""

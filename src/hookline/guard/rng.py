@@ -21,8 +21,9 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -71,10 +72,15 @@ _STORED_NORMAL: Final = _find_store()
 # -- keeping streams -------------------------------------------------------------------------------------------------
 
 
+_MARKS: Final[dict[str, tuple[int, int]]] = {}
+"""For each stream, the digest of its state in the run when hooks last drew, and how many firings before had found it
+there. All firings of the process share it."""
+_RUN_SEEDS: Final[list[int]] = []
+"""The seed of the run, for each firing that has begun: `hook_rng` may have given torch another."""
+
+
 class RandomStates:
     """The states of all streams, to go back to any number of times."""
-
-    __slots__ = ("_others", "streams")
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self.streams = _positions()
@@ -100,7 +106,8 @@ class RandomStates:
         return [*map(_spoken, moved), *others]
 
 
-class kept_rng:
+@contextmanager
+def kept_rng(*, generators: Iterable[_Generator] = ()) -> Iterator[None]:
     """Set all random streams back, when the block ends, to where they were.
 
     Recipe::
@@ -110,67 +117,44 @@ class kept_rng:
 
     The block draws what the run would have drawn. May be nested.
     """
-
-    __slots__ = ("_before", "_generators")
-
-    def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
-        self._generators = generators
-
-    def __enter__(self) -> None:
-        self._before = RandomStates(self._generators)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._before.restore()
+    before = RandomStates(generators)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
-class hook_rng(kept_rng):
+@contextmanager
+def hook_rng(*, undone: bool = True, generators: Iterable[_Generator] = ()) -> Iterator[None]:
     """Keep all streams for a firing, and let hooks draw other numbers than at the firing before.
 
     A stream goes on from where the run is, so that a forward with dropout drops what the next step would. If the run
     has not drawn from it since hooks did (most runs draw nothing from NumPy), hooks would get the same numbers again.
     Then the stream is seeded by its state and by how many firings have found it in that state.
+
+    ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the block
+    nobody can see which streams were drawn from: all count as drawn.
     """
-
-    __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
-
-    marks: ClassVar[dict[str, tuple[int, int]]] = {}
-    """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had found
-    it there. All firings of the process share this, and the next."""
-    run_seed: ClassVar[int | None] = None
-    """The seed of the run while hooks fire, which may have given torch another; None outside of firings."""
-
-    def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
-        """Keep all streams.
-
-        ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the
-        block nobody can see which streams were drawn from: all count as drawn.
-        """
-        self._generators = generators
-        self._undone = undone
-
-    def __enter__(self) -> None:
-        kept_rng.__enter__(self)
-        self._outer_seed = hook_rng.run_seed
-        hook_rng.run_seed = run_seed()
-        self._begin = self._before.streams
-        self._repeats: dict[str, int] = {}
-        for name, state in self._before.streams.items():
-            mark, repeats = self.marks.get(name, (None, 0))
-            if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
-                self._repeats[name] = repeats + 1
-                _seed(name, _hashed(name, mark, repeats + 1))
-        if self._repeats and not self._undone:
-            self._begin = _positions()
-
-    def __exit__(self, *exc_info: object) -> None:
-        drawn = self._before.streams
-        if not self._undone:  # a firing that draws nothing changes nothing for the next
+    before, seed = RandomStates(generators), run_seed()
+    repeats: dict[str, int] = {}
+    for name, state in before.streams.items():
+        mark, earlier = _MARKS.get(name, (None, 0))
+        if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
+            repeats[name] = earlier + 1
+            _seed(name, _hashed(name, mark, earlier + 1))
+    begin = _positions() if repeats and not undone else before.streams
+    _RUN_SEEDS.append(seed)
+    try:
+        yield
+    finally:
+        _RUN_SEEDS.pop()
+        drawn = before.streams
+        if not undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
-            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
-        for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
-            self.marks[name] = _digest(state), self._repeats.get(name, 0)
-        hook_rng.run_seed = self._outer_seed
-        self._before.restore(drawn.keys() | self._repeats.keys())
+            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], begin[name])}
+        for name, state in drawn.items():  # not before the block, since a firing inside has left its own marks
+            _MARKS[name] = _digest(state), repeats.get(name, 0)
+        before.restore(drawn.keys() | repeats.keys())
 
 
 def stream_states() -> dict[str, Any]:
@@ -183,18 +167,18 @@ def stream_states() -> dict[str, Any]:
 
 def run_seed() -> int:
     """Return the seed that the run has given torch, also while hooks draw from others; loaders' seeds begin with it."""
-    return torch.default_generator.initial_seed() if hook_rng.run_seed is None else hook_rng.run_seed
+    return _RUN_SEEDS[-1] if _RUN_SEEDS else torch.default_generator.initial_seed()
 
 
 def hook_stream() -> dict[str, list[int]]:
     """Return the marks of the streams of hooks, for a checkpoint; plain values."""
-    return {name: list(mark) for name, mark in hook_rng.marks.items()}
+    return {name: list(mark) for name, mark in _MARKS.items()}
 
 
 def set_hook_stream(marks: Mapping[str, Sequence[int]]) -> None:
     """Set the ``marks`` that `hook_stream` returned."""
-    hook_rng.marks.clear()
-    hook_rng.marks.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
+    _MARKS.clear()
+    _MARKS.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
 
 
 def restart_hook_stream() -> None:
@@ -202,8 +186,8 @@ def restart_hook_stream() -> None:
 
     `HookManager.reset_all` and the audit call this.
     """
-    if hook_rng.run_seed is None:  # a hook that trains a run of its own draws on
-        hook_rng.marks.clear()
+    if not _RUN_SEEDS:  # a hook that trains a run of its own draws on
+        _MARKS.clear()
 
 
 def _spoken(name: str) -> str:

@@ -99,11 +99,6 @@ class CopyPool:
         home = device if _fits(device, sum(piece.nbytes for piece, copy in found if copy is None)) else _CPU
         return [self._make(piece, home) if copy is None else copy for piece, copy in found]
 
-    def give(self, pieces: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Take back what `take` returned for ``pieces``."""
-        for piece, copy in zip(pieces, copies, strict=True):
-            self.free[_key(piece)].append(copy)
-
     def _make(self, piece: Tensor, home: torch.device) -> Tensor:
         try:
             return _empty_like(piece, home)
@@ -149,6 +144,7 @@ class MemoryCopies:
         self.pieces = [(found[key], pool.take(found[key])) for key in sorted(found, key=itemgetter(0))]
         """Pieces of memory and the copies of them, in groups of one device and type; large pieces first."""
         self.nbytes = sum(piece.nbytes for live, _ in self.pieces for piece in live)
+        self._pool = pool
 
     def save(self) -> None:
         """Copy from the tensors."""
@@ -159,6 +155,13 @@ class MemoryCopies:
         """Copy into the memory that the tensors had; autograd does not notice."""
         for live, copies in self.pieces:
             _copy(copies, to=live)
+
+    def free(self) -> None:
+        """Give the memory back to the pool."""
+        pieces, self.pieces = self.pieces, []  # first, as an interrupt may come: no copy may be given back twice
+        for live, copies in pieces:
+            for piece, copy in zip(live, copies, strict=True):
+                self._pool.free[_key(piece)].append(copy)
 
 
 def _copy(sources: list[Tensor], *, to: list[Tensor]) -> None:
@@ -235,8 +238,7 @@ class SavedPart:
         """The tensors but those of the optimizer."""
         self._odd = [index for index in range(len(self.tensors)) if index not in self._aliases]
         self.identities = list(map(_torch.identity_of, self.tensors))
-        self.copies: MemoryCopies | None = None
-        self.copied: frozenset[str] = frozenset()
+        self.copies, self.copied = MemoryCopies((), pool), frozenset[str]()
         """The kinds of the tensors that were copied."""
         self._ask()
 
@@ -276,8 +278,8 @@ class SavedPart:
 
     def copy(self, copied: frozenset[str]) -> None:
         """Copy the numbers of the tensors of these kinds."""
-        if self.copies is None or copied != self.copied:
-            self.free()
+        if copied != self.copied:
+            self.copies.free()
             aliases = [alias for index, alias in self._aliases.items() if self.kinds[index] in copied]
             self.copies, self.copied = MemoryCopies(aliases, self._pool), copied
         self.copies.save()
@@ -315,12 +317,6 @@ class SavedPart:
         self.nodes, self._sparse = {}, {}
         return not self._graphs
 
-    def free(self) -> None:
-        """Give the memory of the copies back."""
-        copies, self.copies = self.copies, None
-        for pieces in () if copies is None else copies.pieces:
-            self._pool.give(*pieces)
-
     # -- looking -------------------------------------------------------------------------------------------------
 
     def look(self) -> Look:
@@ -341,7 +337,7 @@ class SavedPart:
 
     def copy_back(self) -> None:
         """Copy all numbers back if the memory is where it was; otherwise leave it to `restore_memory`."""
-        if self.copies is not None and self.copies.nbytes and not self.resized():
+        if self.copies.nbytes and not self.resized():
             self.copies.restore()
 
     def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
@@ -353,7 +349,7 @@ class SavedPart:
                 if not self._restore_length(self._aliases[index].untyped_storage(), nbytes):
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
                 self._live[index].data = self._aliases[index]
-        if moved and self.copies is not None:
+        if moved:
             self._addresses.note()  # what was resized is elsewhere
             self.copies.restore()
         for index, numbers in self._sparse.items():
@@ -368,7 +364,7 @@ class SavedPart:
         except RuntimeError:  # after .numpy() torch does not resize it any more
             if storage.nbytes() < nbytes:
                 fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-                pieces = [] if self.copies is None else [piece for live, _ in self.copies.pieces for piece in live]
+                pieces = [piece for live, _ in self.copies.pieces for piece in live]
                 for one in (*self._aliases.values(), *pieces):
                     if one.untyped_storage()._cdata == storage._cdata:
                         one.set_(fresh, one.storage_offset(), one.shape, one.stride())
@@ -558,7 +554,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """How many bytes were copied."""
-        return sum(part.copies.nbytes for part in self._parts if part.copies is not None)
+        return sum(part.copies.nbytes for part in self._parts)
 
     @property
     def has_buckets(self) -> bool:
@@ -594,7 +590,7 @@ class Snapshot:
             if not any(kept.moved()) and kept.walk.refresh():
                 return kept
         if kept is not None:
-            kept.free()
+            kept.copies.free()
         main = SavedPart(RunWalk({name: self.roots.get(name) for name in _KEPT}), self.pool)
         main.copy(copied)
         return main
@@ -621,10 +617,10 @@ class Snapshot:
     def forget(self, *, everything: bool = False) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
         for rest in self._parts[1:]:
-            rest.free()
+            rest.copies.free()
         self._parts, self._owners, self._grads, self._random = [], {}, [], None
         if self._main is not None and (not self._main.forget() or everything):
-            self._main.free()
+            self._main.copies.free()
             self._main = None
 
     # -- afterwards ----------------------------------------------------------------------------------------------
