@@ -119,7 +119,10 @@ def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():
 
 
 def test_a_device_that_a_block_is_the_first_to_use_is_not_said_to_be_put_back(monkeypatch):
-    """Its stream was nowhere before; a stub stands for CUDA."""
+    """Its stream was nowhere before; a generator of the CPU stands for that of CUDA."""
+    device = torch.Generator()
     with rollback(torch.nn.Linear(1, 1)) as receipt:
-        monkeypatch.setattr(rng, "cuda_states", lambda: [torch.zeros(16, dtype=torch.uint8)])
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "default_generators", (device,))
+        torch.rand(1, generator=device)
     assert receipt.touched == receipt.restored == ()

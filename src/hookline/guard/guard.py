@@ -87,13 +87,9 @@ class TorchSwitches:
         self.lost: dict[str, str] = {}
         """The switches that `restore` could not set back, and why."""
 
-    def changed(self) -> list[str]:
-        """Return the names of the switches that differ now."""
-        return [name for name, (read, _) in _SWITCHES.items() if read() != self.values[name]]
-
     def restore(self) -> list[str]:
         """Set back the switches that differ, and return their names."""
-        changed = self.changed()
+        changed = [name for name, (read, _) in _SWITCHES.items() if read() != self.values[name]]
         for name in changed:
             try:
                 _SWITCHES[name][1](self.values[name])

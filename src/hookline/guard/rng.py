@@ -21,7 +21,7 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
@@ -89,8 +89,9 @@ class RandomStates:
 
     def restore(self, streams: Iterable[str] | None = None) -> None:
         """Set every stream back to where it was; of the global ones those of these names, by default all."""
+        verbs = _streams()
         for name in self.streams if streams is None else streams:
-            _set_position(name, self.streams[name])
+            verbs[name][1](self.streams[name])
         for generator, state in self._others:
             set_state(generator, state)
 
@@ -141,7 +142,7 @@ def hook_rng(*, undone: bool = True, generators: Iterable[_Generator] = ()) -> I
         mark, earlier = _MARKS.get(name, (None, 0))
         if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
             repeats[name] = earlier + 1
-            _seed(name, _hashed(name, mark, earlier + 1))
+            _streams()[name][2](_hashed(name, mark, earlier + 1))
     begin = _positions() if repeats and not undone else before.streams
     _RUN_SEEDS.append(seed)
     try:
@@ -254,8 +255,9 @@ def _numpy_position() -> tuple[Any, bytes, bytes]:
         return stream, _Twister.from_address(stream.ctypes.state_address).raw, stored
 
 
-def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
+def _set_numpy_position(position: tuple[Any, bytes, bytes]) -> None:
     """Have NumPy's global functions draw from this stream again, from where it was."""
+    stream, state, stored = position
     if _NUMPY.get_bit_generator() is not stream:
         _NUMPY.set_bit_generator(stream)
     if not stored or type(stream) is not np.random.MT19937:
@@ -291,38 +293,40 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _positions() -> dict[str, Any]:
-    """Return where the streams of torch, Python, NumPy and every CUDA device in use are.
+def _seed_numpy(seed: int) -> None:
+    if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # np.random.seed takes no other
+        _NUMPY.set_bit_generator(np.random.MT19937())
+    np.random.seed(seed % 2**32)
+
+
+# -- all global streams --------------------------------------------------------------------------------------------
+
+_Verbs: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+_HOST_STREAMS: Final[dict[str, _Verbs]] = {
+    "torch": (
+        torch.default_generator.get_state,
+        torch.default_generator.set_state,
+        torch.default_generator.manual_seed,
+    ),
+    "python": (random.getstate, random.setstate, random.seed),
+    "NumPy": (_numpy_position, _set_numpy_position, _seed_numpy),
+}
+"""How to read, set and seed each stream of the host; the names are keys in checkpoints."""
+
+
+def _streams() -> dict[str, _Verbs]:
+    """Return how to read, set and seed the streams of torch, Python, NumPy and every CUDA device in use.
 
     To ask does not begin to use a device (it would take memory on it).
     """
-    found = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "NumPy": _numpy_position()}
-    return found | {f"cuda:{index}": state for index, state in enumerate(cuda_states() or ())}
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    own = {f"cuda:{i}": (one.get_state, one.set_state, one.manual_seed) for i, one in enumerate(devices)}
+    return _HOST_STREAMS | own
 
 
-def _set_position(name: str, state: Any) -> None:
-    if name == "NumPy":
-        _set_numpy_position(*state)
-    elif name == "python":
-        random.setstate(state)
-    else:
-        _generator(name).set_state(state)
-
-
-def _seed(name: str, seed: int) -> None:
-    if name == "NumPy":
-        if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # np.random.seed takes no other
-            _NUMPY.set_bit_generator(np.random.MT19937())
-        np.random.seed(seed % 2**32)
-    elif name == "python":
-        random.seed(seed)
-    else:
-        _generator(name).manual_seed(seed)
-
-
-def _generator(name: str) -> torch.Generator:
-    """Return the generator of the CPU or of a CUDA device."""
-    return torch.default_generator if name == "torch" else torch.cuda.default_generators[int(name[len("cuda:") :])]
+def _positions() -> dict[str, Any]:
+    """Return where these streams are."""
+    return {name: read() for name, (read, _, _) in _streams().items()}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -271,14 +271,14 @@ class RunWalk:
         plain = {index: one.held for index, one in containers if version is not None and type(one.held) is dict}
         self._versions = Question(plain, version or id)
         self._odd = set(range(len(self._containers))).difference(plain)
+        """The indices of those that are always compared."""
 
     # -- later -----------------------------------------------------------------------------------------------------
 
     def _differing(self) -> list[int]:
         """Return the indices of the containers that do not hold the very same objects any more."""
-        return [
-            index for index in sorted(self._odd | self._versions.differing()) if not self._containers[index].is_same()
-        ]
+        suspects = sorted(self._odd | self._versions.differing())
+        return [index for index in suspects if not self._containers[index].is_same()]
 
     def changed(self) -> list[_Container]:
         """Return the containers that do not hold the very same objects any more, as they were."""
