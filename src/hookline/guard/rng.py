@@ -1,12 +1,12 @@
 """Save where random streams are, and set them back there.
 
-`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (ManagedHooks, analyses, runs/build.py)
-uses `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations` and the loops take `RandomStates`.
+`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (the manager, ManagedHooks, analyses,
+runs/build.py), the audit and loaders.py use `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations`,
+the loops and training/state.py take `RandomStates`; digest.py and loaders.py read `stream_states` and `run_seed`.
 Checkpoints (training/state.py) save each stream by the functions below, and the marks of `hook_stream`. All cover the
-streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new
-stream has to be known to `_positions`, `_set_position` and `_seed`, to `_digest` if its state is no tensor, and to
-``streams`` and ``set_streams`` of training/state.py. Its name is a key in checkpoints. What hooks draw depends on where
-the run is, and is different at every firing.
+streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. To add
+a stream: a row of `_HOST_STREAMS`, a branch of `_digest` if its state is no tensor, and a line each in ``streams`` and
+``set_streams`` of training/state.py. What hooks draw depends on where the run is, and is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -311,7 +311,7 @@ _HOST_STREAMS: Final[dict[str, _Verbs]] = {
     "python": (random.getstate, random.setstate, random.seed),
     "NumPy": (_numpy_position, _set_numpy_position, _seed_numpy),
 }
-"""How to read, set and seed each stream of the host; the names are keys in checkpoints."""
+"""How to read, set and seed each stream of the host. The names are keys of the marks in checkpoints."""
 
 
 def _streams() -> dict[str, _Verbs]:

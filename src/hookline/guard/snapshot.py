@@ -6,7 +6,7 @@ the same objects, and the rest with the gradients, gone through each time. A par
 `RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
 (`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
 memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
-each save and restore, so whatever has to be known is asked of all tensors at once (`Question`).
+each save and restore, so whatever has to be known is asked of all tensors at once (`Question` of walk.py).
 """
 
 from __future__ import annotations

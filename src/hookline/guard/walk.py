@@ -1,7 +1,8 @@
 """Find what a run is made of, note what every container of it holds, and put that back.
 
 `Snapshot` builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler, loader, batch); `Guard`
-takes `StateChange` from here. A walk holds every dictionary, list, set and deque below the objects: hook tables,
+takes `StateChange` from here. `RunWalk` and `SavedPart` (snapshot.py) compare by `Question` what many objects are now
+with what they were. A walk holds every dictionary, list, set and deque below the objects: hook tables,
 ``_parameters``, ``optimizer.state``, ``param_groups``, the attributes of every module and parameter; and lists the
 tensors, arrays and generators in them. Containers are put back in place, so that every reference to one stays right.
 Other objects (a config) are not entered; to have the attributes of one more class saved, add it to `_TYPES` as
