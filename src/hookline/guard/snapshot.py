@@ -233,10 +233,10 @@ class SavedPart:
         self._pool = pool
         # The memory belongs to the tensor itself, or to its part (of a DTensor); sparse tensors have no such memory.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
-        self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
+        self.aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
         self._own = {i: tensor for i, tensor in enumerate(self.tensors) if self.kinds[i] != "state"}
         """The tensors but those of the optimizer."""
-        self._odd = [index for index in range(len(self.tensors)) if index not in self._aliases]
+        self._odd = [index for index in range(len(self.tensors)) if index not in self.aliases]
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies, self.copied = MemoryCopies((), pool), frozenset[str]()
         """The kinds of the tensors that were copied."""
@@ -251,8 +251,8 @@ class SavedPart:
         # refers to, and swapping gives it other memory.
         holders = {index: tensor for index, tensor in each.items() if type(tensor) is not Tensor}
         self._holding = Question(holders, _torch.identity_of, _torch.use_count, _hooks_of, type)
-        live = {index: self._live[index] for index in self._aliases}
-        storages = {index: alias.untyped_storage() for index, alias in self._aliases.items()}
+        live = {index: self._live[index] for index in self.aliases}
+        storages = {index: alias.untyped_storage() for index, alias in self.aliases.items()}
         self._lengths = Question(storages, torch.UntypedStorage.nbytes)
         self._addresses = Question(live, Tensor.data_ptr)
         self._layouts = Question(live, _layout_of, Tensor.stride, Tensor.is_conj)
@@ -280,7 +280,7 @@ class SavedPart:
         """Copy the numbers of the tensors of these kinds."""
         if copied != self.copied:
             self.copies.free()
-            aliases = [alias for index, alias in self._aliases.items() if self.kinds[index] in copied]
+            aliases = [alias for index, alias in self.aliases.items() if self.kinds[index] in copied]
             self.copies, self.copied = MemoryCopies(aliases, self._pool), copied
         self.copies.save()
 
@@ -344,11 +344,11 @@ class SavedPart:
         """Put back memory and layout; return the names of tensors that had to be given other memory, and why."""
         moved = self.resized() | self.moved()[0] if suspects else set()
         replaced: dict[str, str] = {}
-        for index, nbytes in zip(self._aliases, self._lengths.before, strict=True) if moved else ():
+        for index, nbytes in zip(self.aliases, self._lengths.before, strict=True) if moved else ():
             if index in moved:
-                if not self._restore_length(self._aliases[index].untyped_storage(), nbytes):
+                if not self._restore_length(self.aliases[index].untyped_storage(), nbytes):
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
-                self._live[index].data = self._aliases[index]
+                self._live[index].data = self.aliases[index]
         if moved:
             self._addresses.note()  # what was resized is elsewhere
             self.copies.restore()
@@ -365,7 +365,7 @@ class SavedPart:
             if storage.nbytes() < nbytes:
                 fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
                 pieces = [piece for live, _ in self.copies.pieces for piece in live]
-                for one in (*self._aliases.values(), *pieces):
+                for one in (*self.aliases.values(), *pieces):
                     if one.untyped_storage()._cdata == storage._cdata:
                         one.set_(fresh, one.storage_offset(), one.shape, one.stride())
                 return False
@@ -474,7 +474,8 @@ def _restore_internals(parts: Sequence[SavedPart]) -> dict[str, str]:
             holder = holders.get(own)
             if holder is None:
                 # Hooks of autograd sit in the internals. New ones have none; numbers and flags are put back into them.
-                holder = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                own_memory = part.aliases.get(index, tensor)  # torch takes no data of another device than the tensor's
+                holder = torch.empty(0, dtype=own_memory.dtype, device=own_memory.device)
                 if index in part.used:
                     lost[part.name(index)] = "swap_tensors() gave its insides, which something refers to, away"
             _torch.swap_insides(tensor, holder)
