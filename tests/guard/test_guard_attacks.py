@@ -55,6 +55,15 @@ def test_a_view_whose_graph_is_kept_is_named_when_all_else_is_back():
     assert "model.part" not in kept[0].restored
 
 
+def test_a_parameter_whose_insides_were_swapped_for_some_on_another_device_is_back():
+    """The tensor that got its own is gone."""
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with rollback(model):
+        torch.utils.swap_tensors(model.weight, nn.Parameter(torch.empty(2, 2, device="meta")))
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("firings", [1, 2])
 def test_tensors_that_hang_on_a_parameter_come_back(firings):
     """Some keep a gradient there of another precision; also if it is there only from the second firing on."""

@@ -115,3 +115,11 @@ def test_blocks_of_two_threads_that_overlap_leave_numpy_its_stream():
     second.__exit__(None, None, None)
     assert np.random.get_bit_generator() is stream
     assert np.random.rand(2).tolist() == expected
+
+
+def test_the_stream_of_a_device_that_was_not_in_use_has_not_moved(monkeypatch):
+    """So no receipt says that it was put back: it was nowhere before. A generator of the CPU stands for CUDA's."""
+    states = RandomStates()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    assert states.changed() == []

@@ -152,7 +152,7 @@ def test_every_change_of_a_plain_dictionary_gives_it_another_version():
 
 
 def test_one_call_tells_whether_any_tensor_has_another_layout():
-    """Shape, strides and dtype, in the same memory and with the same counter; it says yes again when they are back."""
+    """Or flag; in the same memory and with the same counter. It says yes again when they are back."""
     tensors = [nn.Parameter(torch.zeros(4, 4)), torch.zeros(2, 1), torch.zeros(3, dtype=torch.float64)]
     check = _torch.layout_check(tensors)
     assert check is not None
@@ -170,4 +170,7 @@ def test_one_call_tells_whether_any_tensor_has_another_layout():
         assert not check()
         tensor.data = data
         assert check()
+    for flag in (False, True):
+        tensors[0].requires_grad_(flag)
+        assert check() is flag
     assert _torch.layout_check([]) is None

@@ -81,21 +81,15 @@ class TorchSwitches:
     sites/_torch.py in it.
     """
 
-    __slots__ = ("lost", "values")
-
     def __init__(self) -> None:
         self.values = {name: read() for name, (read, _) in _SWITCHES.items()}
         """The switches by name."""
         self.lost: dict[str, str] = {}
         """The switches that `restore` could not set back, and why."""
 
-    def changed(self) -> list[str]:
-        """Return the names of the switches that differ now."""
-        return [name for name, (read, _) in _SWITCHES.items() if read() != self.values[name]]
-
     def restore(self) -> list[str]:
         """Set back the switches that differ, and return their names."""
-        changed = self.changed()
+        changed = [name for name, (read, _) in _SWITCHES.items() if read() != self.values[name]]
         for name in changed:
             try:
                 _SWITCHES[name][1](self.values[name])
@@ -184,13 +178,12 @@ class Guard:
         """
         names = [scopes] if isinstance(scopes, str) else list(scopes)
         saved = max(map(_check_scope, names), key=SCOPES.index, default="reads")
-        with interrupts_deferred():
-            self._saved_scope = None
-            copied = ALL if saved == "trains" else BUFFERS
-            if saved == "grads" and self._snapshot.has_buckets:
-                copied |= {"gradient"}
-            self._snapshot.take(copied, batch=batch)
-            self._saved_scope = saved
+        self._saved_scope = None
+        copied = ALL if saved == "trains" else BUFFERS
+        if saved == "grads" and self._snapshot.has_buckets:
+            copied |= {"gradient"}
+        self._snapshot.take(copied, batch=batch)
+        self._saved_scope = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
 
@@ -254,7 +247,6 @@ class Guard:
         raise_if_lost(f"Hook {receipt.hook!r}", lost)
         return forbidden
 
-    @interrupts_deferred()
     def release(self) -> None:
         """Let go of what was saved; keep the memory for the next firing.
 

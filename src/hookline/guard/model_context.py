@@ -190,8 +190,11 @@ class ModelDataContext:
             loader = copy_loader(self._loader, private_generator(self._model), shuffle=False)
         if step and self._optimizer is None and self._train_step is None:
             raise LifecycleError("run_training_epoch(step=True) needs an optimizer. Next: step=False, or pass one.")
+        train = self._train_step if step else None
+        if train is None:
+            train = partial(self._step if step else self._fill_gradients, self._loss_of("run_training_epoch"))
         with self._training(), self._no_gradients():
-            return self._mean_gradients(loader, self._stepper(step))
+            return self._mean_gradients(loader, train)
 
     def hvp(self, vector: Mapping[str, Tensor], batch: Any = None) -> dict[str, Tensor]:
         """Return the Hessian of the loss on a batch times a vector by names, those left out being zero."""
@@ -279,11 +282,6 @@ class ModelDataContext:
 
     def _collected(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._named.items() if p.grad is not None}
-
-    def _stepper(self, step: bool) -> Callable[[Any], None]:
-        if step and self._train_step is not None:
-            return self._train_step
-        return partial(self._step if step else self._fill_gradients, self._loss_of("run_training_epoch"))
 
     def _fill_gradients(self, loss_fn: _Loss, batch: Any) -> None:
         """Set ``.grad`` to the gradients of ``batch`` alone, unscaled."""

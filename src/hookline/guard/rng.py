@@ -1,12 +1,12 @@
 """Save where random streams are, and set them back there.
 
-`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (ManagedHooks, analyses, runs/build.py)
-uses `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations` and the loops take `RandomStates`.
+`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (the manager, ManagedHooks, analyses,
+runs/build.py), the audit and loaders.py use `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations`,
+the loops and training/state.py take `RandomStates`; digest.py and loaders.py read `stream_states` and `run_seed`.
 Checkpoints (training/state.py) save each stream by the functions below, and the marks of `hook_stream`. All cover the
-streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. A new
-stream has to be known to `_positions`, `_set_position` and `_seed`, to `_digest` if its state is no tensor, and to
-``streams`` and ``set_streams`` of training/state.py. Its name is a key in checkpoints. What hooks draw depends on where
-the run is, and is different at every firing.
+streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. To add
+a stream: a row of `_HOST_STREAMS`, a branch of `_digest` if its state is no tensor, and a line each in ``streams`` and
+``set_streams`` of training/state.py. What hooks draw depends on where the run is, and is different at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -21,7 +21,8 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -40,8 +41,8 @@ _NUMPY: Final[Any] = np.random  # its annotations leave out the functions that e
 # bytes are is found once, on a generator of our own. If they are not found (another Python or NumPy), the whole state
 # is read each time.
 
-_TWISTER_BYTES: Final = 624 * 4 + 4
-"""The bytes of the numbers of a Mersenne twister, and of its position among them."""
+_Twister: Final = ctypes.c_char * (624 * 4 + 4)
+"""The numbers of a Mersenne twister, and its position among them. Made once: a type is garbage that only gc frees."""
 _STORE: Final = 16
 """The bytes of NumPy's note whether it has a normal number in store, and of that number."""
 
@@ -71,24 +72,15 @@ _STORED_NORMAL: Final = _find_store()
 # -- keeping streams -------------------------------------------------------------------------------------------------
 
 
-class _HookStreams:
-    """What all firings of the process share: where the streams were when hooks drew, and the seed of the run."""
-
-    def __init__(self) -> None:
-        self.marks: Final[dict[str, tuple[int, int]]] = {}
-        """For each stream, the digest of its state in the run when hooks last drew, and how many firings before had
-        found it there."""
-        self.run_seed: int | None = None
-        """The seed of the run while hooks fire, as `hook_rng` may have given torch another; None outside of firings."""
-
-
-_HOOKS: Final = _HookStreams()
+_MARKS: Final[dict[str, tuple[int, int]]] = {}
+"""For each stream, the digest of its state in the run when hooks last drew, and how many firings before had found it
+there. All firings of the process share it."""
+_RUN_SEEDS: Final[list[int]] = []
+"""The seed of the run, for each firing that has begun: `hook_rng` may have given torch another."""
 
 
 class RandomStates:
     """The states of all streams, to go back to any number of times."""
-
-    __slots__ = ("_others", "streams")
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self.streams = _positions()
@@ -97,15 +89,16 @@ class RandomStates:
 
     def restore(self, streams: Iterable[str] | None = None) -> None:
         """Set every stream back to where it was; of the global ones those of these names, by default all."""
+        verbs = _streams()
         for name in self.streams if streams is None else streams:
-            _set_position(name, self.streams[name])
+            verbs[name][1](self.streams[name])
         for generator, state in self._others:
             set_state(generator, state)
 
     def changed(self) -> list[str]:
-        """Return the names of the streams that have moved since."""
-        now, before = _positions(), self.streams
-        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
+        """Return the names of the streams that have moved since; not of a device that was not in use then."""
+        now = _positions()
+        moved = [name for name, state in self.streams.items() if not _is_same(state, now[name])]
         others = [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
@@ -114,7 +107,8 @@ class RandomStates:
         return [*map(_spoken, moved), *others]
 
 
-class kept_rng:
+@contextmanager
+def kept_rng(*, generators: Iterable[_Generator] = ()) -> Iterator[None]:
     """Set all random streams back, when the block ends, to where they were.
 
     Recipe::
@@ -124,61 +118,44 @@ class kept_rng:
 
     The block draws what the run would have drawn. May be nested.
     """
-
-    __slots__ = ("_before", "_generators")
-
-    def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
-        self._generators = generators
-
-    def __enter__(self) -> None:
-        self._before = RandomStates(self._generators)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._before.restore()
+    before = RandomStates(generators)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
-class hook_rng(kept_rng):
+@contextmanager
+def hook_rng(*, undone: bool = True, generators: Iterable[_Generator] = ()) -> Iterator[None]:
     """Keep all streams for a firing, and let hooks draw other numbers than at the firing before.
 
     A stream goes on from where the run is, so that a forward with dropout drops what the next step would. If the run
     has not drawn from it since hooks did (most runs draw nothing from NumPy), hooks would get the same numbers again.
     Then the stream is seeded by its state and by how many firings have found it in that state.
+
+    ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the block
+    nobody can see which streams were drawn from: all count as drawn.
     """
-
-    __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
-
-    def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
-        """Keep all streams.
-
-        ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the
-        block nobody can see which streams were drawn from: all count as drawn.
-        """
-        self._generators = generators
-        self._undone = undone
-
-    def __enter__(self) -> None:
-        kept_rng.__enter__(self)
-        self._outer_seed = _HOOKS.run_seed
-        _HOOKS.run_seed = run_seed()
-        self._begin = self._before.streams
-        self._repeats: dict[str, int] = {}
-        for name, state in self._before.streams.items():
-            mark, repeats = _HOOKS.marks.get(name, (None, 0))
-            if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
-                self._repeats[name] = repeats + 1
-                _seed(name, _hashed(name, mark, repeats + 1))
-        if self._repeats and not self._undone:
-            self._begin = _positions()
-
-    def __exit__(self, *exc_info: object) -> None:
-        drawn = self._before.streams
-        if not self._undone:  # a firing that draws nothing changes nothing for the next
+    before, seed = RandomStates(generators), run_seed()
+    repeats: dict[str, int] = {}
+    for name, state in before.streams.items():
+        mark, earlier = _MARKS.get(name, (None, 0))
+        if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
+            repeats[name] = earlier + 1
+            _streams()[name][2](_hashed(name, mark, earlier + 1))
+    begin = _positions() if repeats and not undone else before.streams
+    _RUN_SEEDS.append(seed)
+    try:
+        yield
+    finally:
+        _RUN_SEEDS.pop()
+        drawn = before.streams
+        if not undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
-            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
-        for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
-            _HOOKS.marks[name] = _digest(state), self._repeats.get(name, 0)
-        _HOOKS.run_seed = self._outer_seed
-        self._before.restore(drawn.keys() | self._repeats.keys())
+            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], begin[name])}
+        for name, state in drawn.items():  # not before the block, since a firing inside has left its own marks
+            _MARKS[name] = _digest(state), repeats.get(name, 0)
+        before.restore(drawn.keys() | repeats.keys())
 
 
 def stream_states() -> dict[str, Any]:
@@ -191,18 +168,18 @@ def stream_states() -> dict[str, Any]:
 
 def run_seed() -> int:
     """Return the seed that the run has given torch, also while hooks draw from others; loaders' seeds begin with it."""
-    return torch.default_generator.initial_seed() if _HOOKS.run_seed is None else _HOOKS.run_seed
+    return _RUN_SEEDS[-1] if _RUN_SEEDS else torch.default_generator.initial_seed()
 
 
 def hook_stream() -> dict[str, list[int]]:
     """Return the marks of the streams of hooks, for a checkpoint; plain values."""
-    return {name: list(mark) for name, mark in _HOOKS.marks.items()}
+    return {name: list(mark) for name, mark in _MARKS.items()}
 
 
 def set_hook_stream(marks: Mapping[str, Sequence[int]]) -> None:
     """Set the ``marks`` that `hook_stream` returned."""
-    _HOOKS.marks.clear()
-    _HOOKS.marks.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
+    _MARKS.clear()
+    _MARKS.update({name: (mark, repeats) for name, (mark, repeats) in marks.items()})
 
 
 def restart_hook_stream() -> None:
@@ -210,8 +187,8 @@ def restart_hook_stream() -> None:
 
     `HookManager.reset_all` and the audit call this.
     """
-    if _HOOKS.run_seed is None:  # a hook that trains a run of its own draws on
-        _HOOKS.marks.clear()
+    if not _RUN_SEEDS:  # a hook that trains a run of its own draws on
+        _MARKS.clear()
 
 
 def _spoken(name: str) -> str:
@@ -275,18 +252,19 @@ def _numpy_position() -> tuple[Any, bytes, bytes]:
     if not stored or type(stream) is not np.random.MT19937:
         return stream, pickle.dumps(numpy_state()), stored
     with stream.lock:
-        return stream, ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES), stored
+        return stream, _Twister.from_address(stream.ctypes.state_address).raw, stored
 
 
-def _set_numpy_position(stream: Any, state: bytes, stored: bytes) -> None:
+def _set_numpy_position(position: tuple[Any, bytes, bytes]) -> None:
     """Have NumPy's global functions draw from this stream again, from where it was."""
+    stream, state, stored = position
     if _NUMPY.get_bit_generator() is not stream:
         _NUMPY.set_bit_generator(stream)
     if not stored or type(stream) is not np.random.MT19937:
         set_numpy_state(pickle.loads(state))
     else:
         with stream.lock:
-            (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = state
+            _Twister.from_address(stream.ctypes.state_address).raw = state
     if stored:
         _STORED_NORMAL.raw = stored
 
@@ -315,38 +293,40 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _positions() -> dict[str, Any]:
-    """Return where the streams of torch, Python, NumPy and every CUDA device in use are.
+def _seed_numpy(seed: int) -> None:
+    if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # np.random.seed takes no other
+        _NUMPY.set_bit_generator(np.random.MT19937())
+    np.random.seed(seed % 2**32)
+
+
+# -- all global streams --------------------------------------------------------------------------------------------
+
+_Verbs: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+_HOST_STREAMS: Final[dict[str, _Verbs]] = {
+    "torch": (
+        torch.default_generator.get_state,
+        torch.default_generator.set_state,
+        torch.default_generator.manual_seed,
+    ),
+    "python": (random.getstate, random.setstate, random.seed),
+    "NumPy": (_numpy_position, _set_numpy_position, _seed_numpy),
+}
+"""How to read, set and seed each stream of the host. The names are keys of the marks in checkpoints."""
+
+
+def _streams() -> dict[str, _Verbs]:
+    """Return how to read, set and seed the streams of torch, Python, NumPy and every CUDA device in use.
 
     To ask does not begin to use a device (it would take memory on it).
     """
-    found = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "NumPy": _numpy_position()}
-    return found | {f"cuda:{index}": state for index, state in enumerate(cuda_states() or ())}
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    own = {f"cuda:{i}": (one.get_state, one.set_state, one.manual_seed) for i, one in enumerate(devices)}
+    return _HOST_STREAMS | own
 
 
-def _set_position(name: str, state: Any) -> None:
-    if name == "NumPy":
-        _set_numpy_position(*state)
-    elif name == "python":
-        random.setstate(state)
-    else:
-        _generator(name).set_state(state)
-
-
-def _seed(name: str, seed: int) -> None:
-    if name == "NumPy":
-        if type(_NUMPY.get_bit_generator()) is not np.random.MT19937:  # np.random.seed takes no other
-            _NUMPY.set_bit_generator(np.random.MT19937())
-        np.random.seed(seed % 2**32)
-    elif name == "python":
-        random.seed(seed)
-    else:
-        _generator(name).manual_seed(seed)
-
-
-def _generator(name: str) -> torch.Generator:
-    """Return the generator of the CPU or of a CUDA device."""
-    return torch.default_generator if name == "torch" else torch.cuda.default_generators[int(name[len("cuda:") :])]
+def _positions() -> dict[str, Any]:
+    """Return where these streams are."""
+    return {name: read() for name, (read, _, _) in _streams().items()}
 
 
 def _is_same(one: Any, other: Any) -> bool:

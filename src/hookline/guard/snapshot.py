@@ -6,7 +6,7 @@ the same objects, and the rest with the gradients, gone through each time. A par
 `RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
 (`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
 memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
-each save and restore, so whatever has to be known is asked of all tensors at once (`_Question`).
+each save and restore, so whatever has to be known is asked of all tensors at once (`Question` of walk.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any, Final, NamedTuple, Self
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from hookline.errors import GuardError
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.guard.walk import BATCH, RunWalk, StateChange
+from hookline.guard.walk import BATCH, Question, RunWalk, StateChange
 from hookline.messages import listed
 from hookline.sites import _torch
 from hookline.sites.find import attached
@@ -53,9 +54,7 @@ raw copies, and 1.12 where all are copied together."""
 _SHARE: Final = 0.9
 """The share of a device's free memory that copies may take; the rest is for what the run is going to do."""
 _PLAIN: Final = (Tensor, nn.Parameter)
-_NO_HOOKS: Final = ((None, ()), (None, ()))
-_nbytes: Final = torch.UntypedStorage.nbytes
-_address: Final = torch.UntypedStorage.data_ptr
+_NO_HOOKS: Final = (None, None)
 _layout_of: Final = attrgetter("shape", "dtype", "device")
 _flag_of: Final = attrgetter("requires_grad")
 _version_of: Final = attrgetter("_version")
@@ -100,11 +99,6 @@ class CopyPool:
         found = [(piece, free.pop() if (free := self.free[_key(piece)]) else None) for piece in pieces]
         home = device if _fits(device, sum(piece.nbytes for piece, copy in found if copy is None)) else _CPU
         return [self._make(piece, home) if copy is None else copy for piece, copy in found]
-
-    def give(self, pieces: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        """Take back what `take` returned for ``pieces``."""
-        for piece, copy in zip(pieces, copies, strict=True):
-            self.free[_key(piece)].append(copy)
 
     def _make(self, piece: Tensor, home: torch.device) -> Tensor:
         try:
@@ -151,6 +145,7 @@ class MemoryCopies:
         self.pieces = [(found[key], pool.take(found[key])) for key in sorted(found, key=itemgetter(0))]
         """Pieces of memory and the copies of them, in groups of one device and type; large pieces first."""
         self.nbytes = sum(piece.nbytes for live, _ in self.pieces for piece in live)
+        self._pool = pool
 
     def save(self) -> None:
         """Copy from the tensors."""
@@ -161,6 +156,13 @@ class MemoryCopies:
         """Copy into the memory that the tensors had; autograd does not notice."""
         for live, copies in self.pieces:
             _copy(copies, to=live)
+
+    def free(self) -> None:
+        """Give the memory back to the pool."""
+        pieces, self.pieces = self.pieces, []  # first, as an interrupt may come: no copy may be given back twice
+        for live, copies in pieces:
+            for piece, copy in zip(live, copies, strict=True):
+                self._pool.free[_key(piece)].append(copy)
 
 
 def _copy(sources: list[Tensor], *, to: list[Tensor]) -> None:
@@ -182,7 +184,7 @@ def _piece_of(aliases: list[Tensor]) -> Tensor:
     if first.device.type == "cpu" and len(aliases) == 1 and _is_whole(first):
         return first
     # Views of one NumPy array have storages of their own that begin at the same byte: the longest has them all.
-    storage = max((alias.untyped_storage() for alias in aliases), key=_nbytes)
+    storage = max((alias.untyped_storage() for alias in aliases), key=torch.UntypedStorage.nbytes)
     begins, ends = zip(*map(_span, aliases), strict=True)
     begin, end = min(begins), max(ends)
     width, dtype = next((width, dtype) for width, dtype in _WIDE if math.gcd(begin, end) % width == 0)
@@ -211,41 +213,13 @@ class Look(NamedTuple):
 
     changes: list[StateChange]
     """The differences by name, as far as counters and addresses show them."""
+    written: set[int]
+    """The indices of tensors whose counter or memory differs."""
     containers: list[Any]
     """The containers that differ, as they were (notes of `RunWalk`)."""
     suspects: list[int]
     """The indices of tensors in which more than the numbers may differ: memory, flags, insides, attributes, hooks. Only
     these are put back one by one."""
-
-
-class _Question:
-    """A question asked of many tensors at once by ``map``, without Python code for each; and the last answers."""
-
-    def __init__(self, indices: Collection[int], ask: Callable[[], Iterable[Any]]) -> None:
-        self.indices = indices
-        """The indices of the tensors, in the order of the answers."""
-        self._ask = ask
-        self.note()
-
-    def note(self) -> None:
-        """Note the answers of now."""
-        self.before = list(self._ask())
-
-    def differing(self) -> set[int]:
-        """Return the indices of the tensors whose answer differs now."""
-        now, before = list(self._ask()), self.before
-        if now == before:
-            return set()
-        return {index for index, new, old in zip(self.indices, now, before, strict=True) if new != old}
-
-
-def _ask_layouts(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
-    return map(_layout_of, tensors), map(Tensor.stride, tensors), map(Tensor.is_conj, tensors)
-
-
-def _ask_holders(tensors: Sequence[Tensor]) -> tuple[Iterable[Any], ...]:
-    uses = map(_torch.use_count, tensors)
-    return map(type, tensors), map(_torch.identity_of, tensors), uses, map(id, map(vars, tensors))
 
 
 class SavedPart:
@@ -260,138 +234,124 @@ class SavedPart:
         self._pool = pool
         # The memory belongs to the tensor itself, or to its part (of a DTensor); sparse tensors have no such memory.
         self._live: list[Tensor] = [each if type(each) in _PLAIN else _torch.own_part(each) for each in self.tensors]
-        self._aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
-        self._strided = [self._live[index] for index in self._aliases]
-        self._counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.aliases = {i: live.data for i, live in enumerate(self._live) if live.layout is torch.strided}
+        self._own = {i: tensor for i, tensor in enumerate(self.tensors) if self.kinds[i] != "state"}
+        """The tensors but those of the optimizer."""
+        self._odd = [index for index in range(len(self.tensors)) if index not in self.aliases]
+        self.identities = list(map(_torch.identity_of, self.tensors))
+        self.copies, self.copied = MemoryCopies((), pool), frozenset[str]()
+        """The kinds of the tensors that were copied."""
+        self._ask()
+
+    def _ask(self) -> None:
+        """Begin to ask the tensors, which are as they should be now."""
+        each = dict(enumerate(self.tensors))
+        self._versions = Question({i: tensor for i, tensor in each.items() if not tensor.is_inference()}, _version_of)
+        self._flags = Question(each, _flag_of)
         # To ask a plain tensor for its attributes would make a dictionary; torch refuses to swap one that anything
         # refers to, and swapping gives it other memory.
-        self._holders = [tensor for tensor in self.tensors if type(tensor) is not Tensor]
-        tensors, counted, held = self.tensors, self._counted, self._holders
-        self._versions = _Question(self._indices(counted), lambda: map(_version_of, counted))
-        self._flags = _Question(range(len(tensors)), lambda: map(_flag_of, tensors))
-        self._holding = _Question(self._indices(held), lambda: zip(*_ask_holders(held), strict=True))
-        self.identities = list(map(_torch.identity_of, self.tensors))
-        self.copies: MemoryCopies | None = None
-        self.copied: frozenset[str] = frozenset()
-        """The kinds of the tensors that were copied."""
-        self._note_memory()
+        holders = {index: tensor for index, tensor in each.items() if type(tensor) is not Tensor}
+        self._holding = Question(holders, _torch.identity_of, _torch.use_count, _hooks_of, type)
+        live = {index: self._live[index] for index in self.aliases}
+        storages = {index: alias.untyped_storage() for index, alias in self.aliases.items()}
+        self._lengths = Question(storages, torch.UntypedStorage.nbytes)
+        self._addresses = Question(live, Tensor.data_ptr)
+        self._layouts = Question(live, _layout_of, Tensor.stride, Tensor.is_conj)
+        # One call for layouts and flags of all, which takes an eighth of the time. It may say no where nothing differs:
+        # then they are compared one by one. It does not see that a view is conjugated, so complex tensors are always
+        # compared, as where there is no such call: ``bool()`` says no.
+        others = [tensor for index, tensor in each.items() if live.get(index) is not tensor]
+        has_complex = any(map(Tensor.is_complex, live.values()))
+        self._is_as_made = (None if has_complex else _torch.layout_check([*live.values(), *others])) or bool
 
-    def _indices(self, tensors: Iterable[Tensor]) -> list[int]:
-        return [self.walk.seen[id(tensor)] for tensor in tensors]
+    def resized(self) -> set[int]:
+        """Return the indices of the tensors whose memory has another length, so that no copy can go there or back."""
+        return self._lengths.differing()
 
-    def _note_memory(self) -> None:
-        storages = [alias.untyped_storage() for alias in self._aliases.values()]
-        indices, live = self._aliases, self._strided
-        self._memory = _Question(indices, lambda: zip(map(_nbytes, storages), map(_address, storages), strict=True))
-        self._addresses = _Question(indices, lambda: map(Tensor.data_ptr, live))
-        self._layouts = _Question(indices, lambda: zip(*_ask_layouts(live), strict=True))
-        # One call for all, which takes a tenth of the time. It may say no where nothing differs: then the layouts are
-        # compared one by one. It does not see that a view is conjugated, so complex tensors are always compared, as
-        # where there is no such call: ``bool()`` says no.
-        has_complex = any(map(Tensor.is_complex, self._strided))
-        self._has_same_layout = (None if has_complex else _torch.layout_check(self._strided)) or bool
-
-    def has_same_memory(self) -> bool:
-        """Return whether all memory is where it was, and as long."""
-        return not self._memory.differing()
-
-    def moved(self) -> set[int]:
-        """Return the indices of the tensors that have other memory, or another layout, than they had."""
-        return self._memory.differing() | self.placed_anew()
-
-    def placed_anew(self) -> set[int]:
-        """Return the indices of the tensors that are elsewhere in memory, or have another layout."""
-        found = self._addresses.differing()
-        return found if self._has_same_layout() else found | self._layouts.differing()
+    def moved(self) -> tuple[set[int], set[int]]:
+        """Return the indices of the tensors that are elsewhere in memory, or have another layout; and other flags."""
+        moved = self._addresses.differing()
+        if self._is_as_made():
+            return moved, set()
+        return moved | self._layouts.differing(), self._flags.differing()
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def copy(self, copied: frozenset[str]) -> None:
         """Copy the numbers of the tensors of these kinds."""
-        if self.copies is None or copied != self.copied:
-            self.free()
-            aliases = [alias for index, alias in self._aliases.items() if self.kinds[index] in copied]
+        if copied != self.copied:
+            self.copies.free()
+            aliases = [alias for index, alias in self.aliases.items() if self.kinds[index] in copied]
             self.copies, self.copied = MemoryCopies(aliases, self._pool), copied
         self.copies.save()
 
     def note(self) -> None:
         """Note everything except the numbers: counters, flags, attributes, hooks, graphs."""
-        for question in (self._versions, self._flags, self._holding):
-            question.note()
+        self._versions.note()
+        self._holding.note()
         tensors = self.tensors
-        self._graphs = {
-            i: tensors[i].grad_fn for i, flag in enumerate(self._flags.before) if flag and not tensors[i].is_leaf
-        }
+        trained = compress(range(len(tensors)), self._flags.before)
+        self._graphs = {index: tensors[index].grad_fn for index in trained if not tensors[index].is_leaf}
         """The node that computed a tensor: a write in place gives it another one."""
-        sparse = set(range(len(tensors))).difference(self._aliases)
-        self._sparse = {index: self._live[index].clone() for index in sparse if self.kinds[index] in self.copied}
-        self._attributes = dict(zip(self._holding.indices, map(vars, self._holders), strict=True))
-        self._hooks = {
-            index: [(held, tuple(held.items()) if held else ()) for held in _hooks_of(tensors[index])]
-            for index in self._hooked()
-        }
+        self._sparse = {index: self._live[index].clone() for index in self._odd if self.kinds[index] in self.copied}
+        self._attributes = dict[int, dict[str, Any]]()
+        self._hooks = dict[int, list[tuple[Any, tuple[Any, ...]]]]()
         """For each kind of hooks of a tensor its dictionary and what is in it; None for a kind that it never had."""
         self.used = set[int]()
         """The indices of tensors to which something in C++ refers: graphs, views."""
-        for index, (_, identity, uses, _) in zip(self._holding.indices, self._holding.before, strict=True):
-            self.identities[index] = identity
+        for index, (identity, uses, hooks, _) in zip(self._holding.things, self._holding.before, strict=True):
+            self.identities[index], self._attributes[index] = identity, vars(tensors[index])
             if uses > 1:
                 self.used.add(index)
+            if hooks != _NO_HOOKS:
+                self._hooks[index] = [(held, tuple(held.items()) if held else ()) for held in hooks]
         found = {index: _live_node(tensors[index]) for index in self.used}
         self.nodes = {index: node for index, node in found.items() if node is not None}
         """The nodes that add up gradients (AccumulateGrad), of tensors in a graph that is still alive."""
 
-    def _hooked(self) -> list[int]:
-        pairs = zip(self._holding.indices, map(_hooks_of, self._holders), strict=True)
-        return [index for index, hooks in pairs if hooks != (None, None)]
-
-    def leaves(self) -> list[int]:
-        """Return the indices of tensors that can have a gradient: not computed ones, nor those of the optimizer."""
-        return [i for i, kind in enumerate(self.kinds) if kind != "state" and i not in self._graphs]
+    def leaves(self) -> dict[int, Tensor]:
+        """Return the tensors that can have a gradient: not computed ones, nor those of the optimizer."""
+        return {index: tensor for index, tensor in self._own.items() if index not in self._graphs}
 
     def forget(self) -> bool:
         """Drop references to graphs; return False if a tensor of the part was itself computed, so that it keeps one."""
         self.nodes, self._sparse = {}, {}
         return not self._graphs
 
-    def free(self) -> None:
-        """Give the memory of the copies back."""
-        copies, self.copies = self.copies, None
-        for pieces in () if copies is None else copies.pieces:
-            self._pool.give(*pieces)
-
     # -- looking -------------------------------------------------------------------------------------------------
 
     def look(self) -> Look:
         """Return what differs now."""
-        containers, moved, flags = self.walk.changed(), self.moved(), self._flags.differing()
+        containers, (moved, flags) = self.walk.changed(), self.moved()
+        moved |= self.resized()
         written = moved | self._versions.differing()
         suspects = moved | flags | self._holding.differing()
-        suspects.update(self.nodes, self._sparse, self._hooks, self._hooked())
+        suspects.update(self.nodes, self._sparse, self._hooks)
         suspects.update(i for i, node in self._graphs.items() if self.tensors[i].grad_fn is not node)
+        suspects.update(i for i, own in self._attributes.items() if vars(self.tensors[i]) is not own)
         changes = self.walk.changes(containers)
         changes += [StateChange(self.kinds[i], self.name(i), self.kinds[i] in self.copied) for i in sorted(written)]
         changes += [StateChange("structure", f"{self.name(index)}.requires_grad") for index in sorted(flags)]
-        return Look(changes, containers, sorted(suspects))
+        return Look(changes, written, containers, sorted(suspects))
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def copy_back(self) -> None:
         """Copy all numbers back if the memory is where it was; otherwise leave it to `restore_memory`."""
-        if self.copies is not None and self.copies.nbytes and self.has_same_memory():
+        if self.copies.nbytes and not self.resized():
             self.copies.restore()
 
     def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
         """Put back memory and layout; return the names of tensors that had to be given other memory, and why."""
-        moved = self.moved() if suspects else set()
+        moved = self.resized() | self.moved()[0] if suspects else set()
         replaced: dict[str, str] = {}
-        for index, (nbytes, _) in zip(self._aliases, self._memory.before, strict=True) if moved else ():
+        for index, nbytes in zip(self.aliases, self._lengths.before, strict=True) if moved else ():
             if index in moved:
-                if not self._restore_length(self._aliases[index].untyped_storage(), nbytes):
+                if not self._restore_length(self.aliases[index].untyped_storage(), nbytes):
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
-                self._live[index].data = self._aliases[index]
-        if moved and self.copies is not None:
-            self._note_memory()  # what was resized is elsewhere
+                self._live[index].data = self.aliases[index]
+        if moved:
+            self._addresses.note()  # what was resized is elsewhere
             self.copies.restore()
         for index, numbers in self._sparse.items():
             self._live[index].copy_(numbers)
@@ -405,8 +365,8 @@ class SavedPart:
         except RuntimeError:  # after .numpy() torch does not resize it any more
             if storage.nbytes() < nbytes:
                 fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-                pieces = [] if self.copies is None else [piece for live, _ in self.copies.pieces for piece in live]
-                for one in (*self._aliases.values(), *pieces):
+                pieces = [piece for live, _ in self.copies.pieces for piece in live]
+                for one in (*self.aliases.values(), *pieces):
                     if one.untyped_storage()._cdata == storage._cdata:
                         one.set_(fresh, one.storage_offset(), one.shape, one.stride())
                 return False
@@ -420,7 +380,7 @@ class SavedPart:
             if index in self._attributes and vars(tensor) is not self._attributes[index]:
                 tensor.__dict__ = self._attributes[index]
             # Each dictionary is set anew, since the internals may be others, which do not know it yet.
-            own, held = self._hooks.get(index, _NO_HOOKS), _hooks_of(tensor)
+            own, held = self._hooks.get(index, [(None, ())] * 2), _hooks_of(tensor)
             for name, now, (hooks, items) in zip(_torch.TENSOR_HOOKS, held, own, strict=True):
                 if now:
                     now.clear()
@@ -462,18 +422,21 @@ class SavedPart:
         unhooked = [self.name(index) for index, node in self.nodes.items() if now[index] is not node]
         return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
-    def restore_versions(self, *, advance: bool) -> None:
+    def restore_versions(self, look: Look, *, advance: bool) -> None:
         """Set autograd's version counters back, so that a backward pass whose forward is over finds what it left.
 
         Only for tensors whose numbers were put back: elsewhere a counter that was set back would hide a change.
         ``advance``: count one more write instead, since the numbers are older than the counters say, and a graph that
         was built in between must see that.
         """
-        others = self._versions.indices if advance else self._versions.differing()
-        before = dict(zip(self._versions.indices, self._versions.before, strict=True)) if others else {}
-        copied = [index for index in others if self.kinds[index] in self.copied]
-        versions = [self.tensors[index]._version + 1 if advance else before[index] for index in copied]
-        _torch.set_versions(tuple(self.tensors[index] for index in copied), tuple(versions))
+        touched = look.written.union(look.suspects)
+        noted = zip(self._versions.things, self._versions.before, strict=True) if advance or touched else ()
+        versions = {
+            self.tensors[index]: self.tensors[index]._version + 1 if advance else before
+            for index, before in noted
+            if self.kinds[index] in self.copied and (advance or index in touched)
+        }
+        _torch.set_versions(tuple(versions), tuple(versions.values()))
 
 
 def _detach(tensor: Tensor) -> bool:
@@ -512,7 +475,8 @@ def _restore_internals(parts: Sequence[SavedPart]) -> dict[str, str]:
             holder = holders.get(own)
             if holder is None:
                 # Hooks of autograd sit in the internals. New ones have none; numbers and flags are put back into them.
-                holder = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                own_memory = part.aliases.get(index, tensor)  # torch takes no data of another device than the tensor's
+                holder = torch.empty(0, dtype=own_memory.dtype, device=own_memory.device)
                 if index in part.used:
                     lost[part.name(index)] = "swap_tensors() gave its insides, which something refers to, away"
             _torch.swap_insides(tensor, holder)
@@ -592,7 +556,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """How many bytes were copied."""
-        return sum(part.copies.nbytes for part in self._parts if part.copies is not None)
+        return sum(part.copies.nbytes for part in self._parts)
 
     @property
     def has_buckets(self) -> bool:
@@ -623,19 +587,19 @@ class Snapshot:
     def _copy_main(self, copied: frozenset[str]) -> SavedPart:
         """Copy model and optimizer, and return their part: that of before, if they hold the same objects still."""
         kept, self._main = self._main, None
-        if kept is not None and kept.has_same_memory():
+        if kept is not None and not kept.resized():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not kept.placed_anew() and kept.walk.refresh():
+            if not any(kept.moved()) and kept.walk.refresh():
                 return kept
         if kept is not None:
-            kept.free()
+            kept.copies.free()
         main = SavedPart(RunWalk({name: self.roots.get(name) for name in _KEPT}), self.pool)
         main.copy(copied)
         return main
 
     def _find_gradients(self, main: SavedPart, walk: RunWalk) -> None:
         """Note which tensors have which gradient, and add those to ``walk`` that are not met otherwise."""
-        self._owners = {index: main.tensors[index] for index in main.leaves()}
+        self._owners = main.leaves()
         self._grads = list(map(attrgetter("grad"), self._owners.values()))
         for index, grad in zip(self._owners, self._grads, strict=True):
             if grad is not None and id(grad) not in main.walk.seen and id(grad) not in walk.seen:
@@ -652,22 +616,16 @@ class Snapshot:
         for owner in self.gradients:
             owner.grad = None
 
-    @interrupts_deferred()
     def forget(self, *, everything: bool = False) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
         for rest in self._parts[1:]:
-            rest.free()
+            rest.copies.free()
         self._parts, self._owners, self._grads, self._random = [], {}, [], None
         if self._main is not None and (not self._main.forget() or everything):
-            self._main.free()
+            self._main.copies.free()
             self._main = None
 
     # -- afterwards ----------------------------------------------------------------------------------------------
-
-    def _changes(self, looks: Sequence[Look]) -> list[StateChange]:
-        found = [change for look in looks for change in look.changes]
-        found += [StateChange("other gradient", f"{self._parts[0].name(i)}.grad") for i in self._other_grads()]
-        return list(dict.fromkeys(found))
 
     def _other_grads(self) -> dict[int, Tensor | None]:
         """Return the gradients that are not on their owners any more, by the owner's index."""
@@ -675,7 +633,6 @@ class Snapshot:
         each = zip(self._owners, now, self._grads, strict=True)
         return {index: before for index, grad, before in each if grad is not before}
 
-    @interrupts_deferred()
     def restore(self, *, hooks: bool = True, versions: bool = True) -> tuple[list[StateChange], dict[str, str]]:
         """Put everything back, any number of times; return what differed, and by name what is lost, and why.
 
@@ -692,12 +649,13 @@ class Snapshot:
             for part in self._parts:
                 part.copy_back()  # first: nothing else depends on the numbers, and a GPU copies meanwhile
             looks = [part.look() for part in self._parts]
-            changes = self._changes(looks)
+            changes = list(dict.fromkeys(change for look in looks for change in look.changes))
             lost = self._restore_parts(looks, is_hooked=is_hooked)
             for index, grad in self._other_grads().items():
+                changes.append(StateChange("other gradient", f"{self._parts[0].name(index)}.grad"))
                 self._owners[index].grad = grad
-            for part in self._parts:
-                part.restore_versions(advance=not versions)
+            for part, look in zip(self._parts, looks, strict=True):
+                part.restore_versions(look, advance=not versions)
         if self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
             self._random.restore()
@@ -720,6 +678,7 @@ class Snapshot:
             lost |= part.restore_nodes(look.suspects, self.roots["model"])
         return lost
 
+    @interrupts_deferred()
     def go_back(self, who: str, *, versions: bool = False) -> None:
         """Put everything but hooks back, for a while; if something is lost, raise a `GuardError` that names ``who``."""
         raise_if_lost(who, self.restore(hooks=False, versions=versions)[1])

@@ -1,7 +1,8 @@
 """Find what a run is made of, note what every container of it holds, and put that back.
 
 `Snapshot` builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler, loader, batch); `Guard`
-takes `StateChange` from here. A walk holds every dictionary, list, set and deque below the objects: hook tables,
+takes `StateChange` from here. `RunWalk` and `SavedPart` (snapshot.py) compare by `Question` what many objects are now
+with what they were. A walk holds every dictionary, list, set and deque below the objects: hook tables,
 ``_parameters``, ``optimizer.state``, ``param_groups``, the attributes of every module and parameter; and lists the
 tensors, arrays and generators in them. Containers are put back in place, so that every reference to one stays right.
 Other objects (a config) are not entered; to have the attributes of one more class saved, add it to `_TYPES` as
@@ -13,8 +14,8 @@ search all of guard/ for one before you change it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
-from operator import is_, itemgetter
+from collections.abc import Callable, Container, Iterable, Mapping
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -50,7 +51,6 @@ _DATA: Final = ("dataset", "data_source")
 """The attributes by which loaders and samplers hold the data: it may be large, and is not written."""
 _INNER: Final = ("_modules", "_parameters", "_buffers")
 """Keys that a path leaves out."""
-_held: Final = itemgetter(0)
 
 _Place: TypeAlias = tuple[Any, Any]
 """Where something is: the place of the container that holds it (None for a root), and its key there."""
@@ -66,6 +66,29 @@ class StateChange(NamedTuple):
     name: str
     has_copy: bool = True
     """Whether it can be put back; not if it is a tensor that was not copied."""
+
+
+class Question:
+    """What many things answer to some calls, asked by ``map`` without Python code for each; and the answers before."""
+
+    def __init__(self, things: Mapping[int, Any], *calls: Callable[[Any], Any]) -> None:
+        self.things, self._calls = things, calls
+        self.note()
+
+    def note(self) -> None:
+        """Note the answers of now."""
+        self.before = self._ask()
+
+    def differing(self) -> set[int]:
+        """Return the indices of the things whose answer differs now."""
+        now, before = self._ask(), self.before
+        if now == before:
+            return set()
+        return {index for index, new, old in zip(self.things, now, before, strict=True) if new != old}
+
+    def _ask(self) -> list[Any]:
+        answers = [map(call, self.things.values()) for call in self._calls]
+        return list(answers[0] if len(answers) == 1 else zip(*answers, strict=True))
 
 
 class _Container(NamedTuple):
@@ -144,10 +167,11 @@ class RunWalk:
         """The id of everything that was met, with the index of a tensor in ``tensors``, or -1."""
         self._known = known
         self._containers: list[_Container] = []
-        self._empty: list[tuple[Any, _Place]] = []
-        """Containers with nothing in them, and their places; in a model most are hook tables. One look at all of them
-        (``any(map(_held, …))``) tells whether one has been filled."""
-        self._objects: list[tuple[Any, type]] = []
+        self._empty: list[Any] = []
+        self._empty_places: list[_Place] = []
+        """Containers with nothing in them, and their places; in a model most are hook tables. ``any()`` tells whether
+        one has been filled."""
+        self._objects: list[Any] = []
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
         self._arrays: list[tuple[Any, Any, _Place]] = []
@@ -156,7 +180,8 @@ class RunWalk:
         for self._root, root in roots.items():
             if root is not None:
                 self._walk(root)
-        self._note_versions()
+        self._classes = Question(dict(enumerate(self._objects)), type)
+        self._ask_versions()
 
     # -- walking ---------------------------------------------------------------------------------------------------
 
@@ -193,11 +218,15 @@ class RunWalk:
         for key, value in zip(range(len(values)) if keys is None else keys, values, strict=True):
             category = _category(value)
             if category == _CONTAINER and not value and not is_tuple:
-                self._empty.append((value, (place, key)))
+                self._add_empty(value, (place, key))
             elif not category and not (is_batch and _is_record(value)):
                 continue
             elif not (is_loader and isinstance(key, str) and key in _DATA):
                 self._todo.append((value, category or _OWNED, (place, key)))
+
+    def _add_empty(self, held: Any, place: _Place) -> None:
+        self._empty.append(held)
+        self._empty_places.append(place)
 
     def _add_found(self, tensor: Tensor, place: _Place) -> None:
         is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # which takes 1 µs to ask
@@ -209,7 +238,7 @@ class RunWalk:
         if is_parameter and tensor.__dict__:
             self._todo.append((tensor.__dict__, _CONTAINER, place))
         elif is_parameter:
-            self._empty.append((tensor.__dict__, place))
+            self._add_empty(tensor.__dict__, place)
 
     def add_tensor(self, tensor: Tensor, place: _Place, kind: str) -> None:
         """Add a tensor; refuse one without numbers of its own, unless it is in a batch."""
@@ -228,49 +257,51 @@ class RunWalk:
                 f"{self._path(place)} is a {type(value).__name__}: its parameters are kept outside of Python, where "
                 "they cannot be looked after. Next: guard the model before it is scripted."
             )
-        self._objects.append((value, type(value)))
+        self._objects.append(value)
         if isinstance(value, nn.Module) and is_parametrized(value):  # its class has properties for its parameters
             self._own_classes.append((type(value), dict(vars(type(value)))))
         # A scheduler writes the attributes of callable objects it goes by into its state dict, too.
         lambdas = getattr(value, "lr_lambdas", ()) if isinstance(value, LRScheduler) else ()
         self._todo += [(vars(one), _CONTAINER, place) for one in (value, *lambdas) if hasattr(one, "__dict__")]
 
-    def _note_versions(self) -> None:
+    def _ask_versions(self) -> None:
         """Note the versions of plain dictionaries; others are always compared.
 
         An OrderedDict may get another order without a new version.
         """
-        self._plain = [one.held for one in self._containers if type(one.held) is dict]
-        self._odd = [one for one in self._containers if type(one.held) is not dict]
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        """Return the version of every plain dictionary; nothing where there are no versions."""
-        return [] if _torch.dict_version is None else list(map(_torch.dict_version, self._plain))
+        containers, version = enumerate(self._containers), _torch.dict_version
+        plain = {index: one.held for index, one in containers if version is not None and type(one.held) is dict}
+        self._versions = Question(plain, version or id)
+        self._odd = set(range(len(self._containers))).difference(plain)
+        """The indices of those that are always compared."""
 
     # -- later -----------------------------------------------------------------------------------------------------
 
+    def _differing(self) -> list[int]:
+        """Return the indices of the containers that do not hold the very same objects any more."""
+        suspects = sorted(self._odd | self._versions.differing())
+        return [index for index in suspects if not self._containers[index].is_same()]
+
     def changed(self) -> list[_Container]:
         """Return the containers that do not hold the very same objects any more, as they were."""
-        is_quick = self._versions and self._versions == self._versions_now()
-        found = [one for one in (self._odd if is_quick else self._containers) if not one.is_same()]
-        if any(map(_held, self._empty)):
-            filled = [(held, place) for held, place in self._empty if held]
+        found = [self._containers[index] for index in self._differing()]
+        if any(self._empty):
+            filled = [(held, place) for held, place in zip(self._empty, self._empty_places, strict=True) if held]
             found += [_Container(held, place, () if isinstance(held, dict) else None, ()) for held, place in filled]
         return found
 
     def refresh(self) -> bool:
         """Note plain values (a learning rate) and arrays anew; return False if anything else has changed."""
-        if any(map(_held, self._empty)) or any(type(value) is not cls for value, cls in self._objects):
+        if any(self._empty) or self._classes.differing():
             return False
-        changed = {id(one.held): (one, _Container.of(one.held, one.place)) for one in self.changed()}
-        if not all(before.has_same_parts(now) for before, now in changed.values()):
-            return False
-        if changed:
-            self._containers = [
-                changed[id(one.held)][1] if id(one.held) in changed else one for one in self._containers
-            ]
-            self._note_versions()
+        differing = self._differing()
+        for index in differing:
+            before = self._containers[index]
+            now = self._containers[index] = _Container.of(before.held, before.place)
+            if not before.has_same_parts(now):
+                return False
+        if differing:
+            self._versions.note()
         self._arrays = [(array, array.copy(), place) for array, _, place in self._arrays]
         return True
 
@@ -288,9 +319,8 @@ class RunWalk:
 
         Return the names of arrays that could not be put back, and why.
         """
-        for value, cls in self._objects:
-            if type(value) is not cls:
-                value.__class__ = cls
+        for index in self._classes.differing():
+            self._objects[index].__class__ = self._classes.before[index]
         for cls, attributes in self._own_classes:
             for name in vars(cls).keys() - attributes.keys():
                 delattr(cls, name)
@@ -323,10 +353,9 @@ class RunWalk:
 
 def _category(value: Any) -> int:
     cls = type(value)
-    category = _CATEGORIES.get(cls)
-    if category is None:
-        category = _CATEGORIES[cls] = next((category for types, category in _TYPES if issubclass(cls, types)), _ATOM)
-    return category
+    if cls not in _CATEGORIES:
+        _CATEGORIES[cls] = next((category for types, category in _TYPES if issubclass(cls, types)), _ATOM)
+    return _CATEGORIES[cls]
 
 
 def _root_of(place: _Place) -> str:

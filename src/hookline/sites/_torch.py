@@ -835,7 +835,8 @@ def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
     """Return a call that tells whether all tensors have the shapes, strides and dtypes that they have now; else None.
 
     What guards of compiled code are checked by: 600 tensors in 40 µs, where asking for shapes alone takes 110. It also
-    says no if one requires gradients and did not, or a mode such as autocast is on that was not. On 2.11 and 2.13.
+    says no if one requires gradients and did not, or the reverse, which the guard goes by; or if a mode such as
+    autocast is on that was not. On 2.11 and 2.13.
     """
     if not tensors:
         return None
