@@ -22,7 +22,7 @@ from torch import Tensor, linalg, nn
 from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
 from hookline.sites.handle import HandleSet, HookHandle
-from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
+from hookline.sites.hook_at_site import Attachment, AttachOptions, PerSiteHook, open_context
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
 from hookline.sites.module_hooks import LOCK, add_entries
 from hookline.sites.parameters import (
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _MISSING: Any = object()
 _PLAIN: Final = AttachOptions()
-_TRACED: Final = (Kind.FORWARD, Kind.FORWARD_PRE)
 _TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
 """Types of targets, which cannot be meant as a hook."""
 
@@ -170,13 +169,11 @@ def new_attachment(
         kind=kind,
         name=options.name or hook_name(hook),
         options=options,
-        order_group=OrderGroup.OBSERVE if options.observe else OrderGroup.EDIT,
         site_type=site_type,
         wants_site=traits.wants_site,
         everywhere=everywhere,
         may_edit=traits.may_edit,
         in_place=traits.in_place,
-        is_traced=not options.observe and kind in _TRACED and (traits.may_edit or traits.in_place),
         reads=traits.reads,
     )
     if isinstance(hook, PerSiteHook) and kind is Kind.FORWARD and site_type is MODULE:

@@ -27,7 +27,6 @@ import weakref
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -360,15 +359,6 @@ class FunctionSite:
 # -- what was asked for, and what became of it -------------------------------------------------------------------
 
 
-class OrderGroup(IntEnum):
-    """The order among the hooks of one kind at one site."""
-
-    EDIT = 1
-    """Hooks whose return value counts, in the order they were attached."""
-    OBSERVE = 2
-    """Observers of the value that goes on."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
     """The options that the verbs share, as the user gave them; ``attach`` documents each."""
@@ -389,7 +379,6 @@ class Attachment:
     kind: Kind
     name: str
     options: AttachOptions = AttachOptions()
-    order_group: OrderGroup = OrderGroup.EDIT
     site_type: SiteType = MODULE
     counters: dict[ForwardCounter, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
@@ -401,8 +390,6 @@ class Attachment:
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     in_place: bool = False
     """Whether the hook changes what it is shown in place."""
-    is_traced: bool = False
-    """Whether the hook becomes part of compiled code, because it edits a forward."""
     order: int = field(default_factory=next_order)
     entries: dict[HookAtSite, None] = field(default_factory=dict)
     for_site: Callable[[str], Any] | None = None
@@ -422,12 +409,17 @@ class Attachment:
     each site, and its last step. Receipts show these."""
 
     @property
-    def rank(self) -> tuple[int, bool, int]:
+    def rank(self) -> tuple[bool, bool, int]:
         """Sort key among the hooks of one site and kind: edits first, then process-wide hooks, then by age.
 
         Among hooks with ``prepend`` the newest is first, and before those without.
         """
-        return self.order_group, not self.everywhere, -self.order if self.options.prepend else self.order
+        return self.options.observe, not self.everywhere, -self.order if self.options.prepend else self.order
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a hook on forwards becomes part of compiled code, because it edits."""
+        return not self.options.observe and (self.may_edit or self.in_place)
 
     def members(self) -> list[HookAtSite]:
         """Return the entries as they are now; one goes when its module is collected, at any time."""

@@ -27,7 +27,7 @@ from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
-from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
+from hookline.sites.hook_at_site import next_order, open_contexts
 from hookline.sites.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from hookline.sites.gradients import Moments
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import ModuleHooks
-
-_EDIT: Final = OrderGroup.EDIT
 
 
 @dataclass(slots=True)
@@ -136,7 +134,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
     module = module_hooks.module() if module_hooks is not None else None
     if not entries or module is None:
         return
-    may_edit = bool(tensors) and any(entry.attachment.order_group is _EDIT for entry in entries)
+    may_edit = bool(tensors) and any(not entry.attachment.options.observe for entry in entries)
     counting = torch.is_inference_mode_enabled() and may_edit
     with torch.inference_mode(False) if counting else _NO_CONTEXT:  # tensors of inference mode have no version
         copies = [tensor.detach().clone() for tensor in tensors]
@@ -149,7 +147,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
         for entry in entries:
             versions = [copy._version for copy in copies] if may_edit else []
             run_one(entry, module, *values)
-            if may_edit and [copy._version for copy in copies] != versions and entry.attachment.order_group is _EDIT:
+            if may_edit and [copy._version for copy in copies] != versions and not entry.attachment.options.observe:
                 raise _changed_in_place(entry)
 
 
