@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Hook
     from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.kinds import SiteType
+    from hookline.sites.module_hooks import ModuleHooks
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
@@ -125,12 +126,12 @@ class ForwardCounter:
         self.in_runs = False
         """Whether one of them has been for hooks that fire in a run. For others, on saving and loading, compiled code
         need not be made again to count forwards."""
-        self.hooked: set[Any] = set()
-        """The `ModuleHooks` of the modules that were attached to through this model."""
+        self.hooked: set[ModuleHooks] = set()
+        """Those of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
         """``parameters._Leaves``, while there are hooks on parameters: moves them to what has replaced theirs."""
-        self.stand_in: Callable[[], nn.Module | None] | None = None
-        """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
+        self.stand_in: Callable[[], ModuleHooks | None] = lambda: None
+        """The hooks of the part whose calls begin the steps, where the model's own forward is not called."""
         self._counter = itertools.count()
         self._registered = -1, -1
         """How many hooks had been registered with torch, of any kind, when the last two forwards began: torch counts a
@@ -189,7 +190,7 @@ class ForwardCounter:
 
     def find_stand_in(self) -> None:
         """Let the calls of a part of the model begin steps, where the part is called and the model is not."""
-        if self.stand_in is None and _torch.graph_task_id() == -1:
+        if self.stand_in() is None and _torch.graph_task_id() == -1:
             self.on_uncalled()
 
     def moment(self, key: Hashable) -> tuple[int, int]:

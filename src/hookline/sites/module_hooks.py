@@ -28,9 +28,9 @@ import sys
 import threading
 import warnings
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -404,13 +404,9 @@ class Row(NamedTuple):
         hooks = module.__dict__.get(self.hooks)
         if not hooks:  # nearly always; and a module may be half made
             return None
-        found = _unwrapped(hooks.get(self.hook_id))
+        found = hooks.get(self.hook_id)
+        found = getattr(found, "hook", found)  # torch keeps load_state_dict pre-hooks in a wrapper
         return found if isinstance(found, Slot) else None
-
-
-def _unwrapped(hook: Any) -> Any:
-    """Return a hook as it was registered: torch keeps load_state_dict pre-hooks in a wrapper."""
-    return hook if isinstance(hook, Slot | None) else getattr(hook, "hook", hook)
 
 
 FIRST_PRE: Final = Row(FirstPreSlot, "_forward_pre_hooks", FIRST)
@@ -420,17 +416,16 @@ LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
 """The slots around a call, by their names in compiled graphs; the one that most hooks use is first, since
 `existing_hooks` looks in this order."""
-_ANCHOR: Final = Row(Anchor, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
     Kind.STATE_DICT_PRE: Row(StateSlot, "_state_dict_pre_hooks", LAST),
     Kind.STATE_DICT_POST: Row(StateSlot, "_state_dict_hooks", LAST),
     Kind.LOAD_STATE_DICT_PRE: Row(StateSlot, "_load_state_dict_pre_hooks", LAST),
     Kind.LOAD_STATE_DICT_POST: Row(StateSlot, "_load_state_dict_post_hooks", LAST),
-    Kind.PARAM_GRAD: _ANCHOR,
+    Kind.PARAM_GRAD: Row(Anchor, "_load_state_dict_post_hooks", FIRST),
 }
 """The slots of the other kinds."""
-_ROWS: Final = tuple(dict.fromkeys((*_CALL_ROWS.values(), *_KIND_ROWS.values())))
+_ROWS: Final = (*_CALL_ROWS.values(), *_KIND_ROWS.values())
 
 # Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
 for _class in (*(row.make for row in _ROWS), Inert):
@@ -440,16 +435,14 @@ for _class in (*(row.make for row in _ROWS), Inert):
 # -- what is around the whole call ---------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One call under way: its values so far, and which of the hooks have run."""
 
-    __slots__ = ("args", "kwargs", "output", "ran")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.output: Any = None
-        self.ran: set[HookAtSite] = set()
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    ran: set[HookAtSite] = field(default_factory=set)
 
 
 class _Attempts(threading.local):
@@ -476,17 +469,9 @@ class CallGuard:
         module = self._module()
         if is_dynamo_compiling():  # a compiled call cannot be cut short between two hooks
             return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
-        around = self._module_hooks.around
+        around, attempt = self._module_hooks.around, _Attempt(args, kwargs)
         if around is not None:
             around.enter()
-        try:
-            return self._attempt(module, args, kwargs)
-        finally:
-            if around is not None:
-                around.leave()
-
-    def _attempt(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        attempt = _Attempt(args, kwargs)
         self._attempts.stack.append(attempt)
         try:
             return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
@@ -495,6 +480,8 @@ class CallGuard:
             raise
         finally:
             self._attempts.stack.pop()
+            if around is not None:
+                around.leave()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the values that the call has reached."""
@@ -525,7 +512,7 @@ class CallGuard:
                     )
 
 
-_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, below=False)
+_torch.leave_to_python(CallGuard.__call__, below=False)
 _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 
 
@@ -604,9 +591,7 @@ class ModuleHooks(GradientHooks):
         """Put a hook in its place."""
         self.keep_places()  # the counter that this module joins may have seen the hooks of others already
         kind = entry.attachment.kind
-        hooks = self.hooks_of_kind(kind)
-        place = bisect_right(hooks, entry.rank, key=lambda other: other.rank) if hooks else 0
-        self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
+        self._by_kind[kind] = tuple(sorted((*self.hooks_of_kind(kind), entry), key=lambda each: each.rank))
         self._sync(kind)
         entry.counter.hooked.add(self)
 
@@ -653,9 +638,7 @@ class ModuleHooks(GradientHooks):
         if kind in CALL_KINDS:
             self._sync_calls(module, kind)
             return
-        row = _KIND_ROWS[kind]
-        same = [other for other in _KIND_ROWS if _KIND_ROWS[other] is row]
-        self._put(module, row, tuple(entry for other in same for entry in self.hooks_of_kind(other)))
+        self._put(module, _KIND_ROWS[kind], self.hooks_of_kind(kind))
 
     def _sync_calls(self, module: nn.Module, kind: Kind) -> None:
         """Put the slots around the calls of the module."""
@@ -770,11 +753,8 @@ def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
-    for row in _ROWS if _has_any_hooks(module) else ():
-        slot = row.slot_on(module)
-        if slot is not None:
-            return slot.module_hooks  # type: ignore[no-any-return]
-    return None
+    slots = (row.slot_on(module) for row in _ROWS)
+    return next((slot.module_hooks for slot in slots if slot is not None), None)
 
 
 def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
@@ -786,7 +766,7 @@ def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
         )
     hooks = existing_hooks(module)
     if hooks is None:
-        if _has_any_hooks(module):
+        if any(map(module.__dict__.get, _torch.HOOK_DICTS)):
             drop_inert(module)
         return ModuleHooks(module)
     if hooks.module() is None:
@@ -794,15 +774,10 @@ def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
     return hooks
 
 
-def _has_any_hooks(module: nn.Module) -> bool:
-    """Return whether there are hooks of anybody's on a module, which may be half made."""
-    return any(map(module.__dict__.get, _torch.HOOK_DICTS))
-
-
 def drop_inert(module: nn.Module) -> None:
     """Take off what does nothing: what is left of the hooks of the module that this one is a copy of."""
-    inert = [found for found in _torch.hooks_of(module) if isinstance(_unwrapped(found[2]), Inert)]
-    for attribute, hook_id, _ in inert:
+    inert = [(attribute, hook_id) for attribute, hook_id, hook in _torch.hooks_of(module) if isinstance(hook, Inert)]
+    for attribute, hook_id in inert:
         _take_off(module, attribute, hook_id)
     if inert:
         recompile_guard.set_own_forward(module, wanted=False)
@@ -850,11 +825,9 @@ def release_counters(attachment: Attachment) -> None:
         counter.users.pop(attachment, None)
         if counter.users:
             continue
-        stand_in, model = counter.stand_in, counter.model()
-        part = None if stand_in is None else stand_in()
-        part_hooks = None if part is None else existing_hooks(part)
-        if part_hooks is not None:
-            part_hooks.set_stands_in(counter, wanted=False)
+        stand_in, model = counter.stand_in(), counter.model()
+        if stand_in is not None:
+            stand_in.set_stands_in(counter, wanted=False)
         hooks = None if model is None else existing_hooks(model)
         if hooks is not None:
             hooks.set_counter(None)
@@ -874,10 +847,10 @@ def _count_by_part(counter: ForwardCounter) -> None:
     running = [module for module in _torch.running() if id(module) in own]
     if not running or any(module is model for module in running):
         return
-    part = unwrap(running[-1])
     with LOCK:
-        hooks_of_module(part).set_stands_in(counter, wanted=True)
-    counter.stand_in = weakref.ref(part)
+        hooks = hooks_of_module(unwrap(running[-1]))
+        hooks.set_stands_in(counter, wanted=True)
+    counter.stand_in = weakref.ref(hooks)
     counter.begin_by_part()
 
 
