@@ -37,13 +37,13 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HooklineWarning, HookReturnError, UnhookableError
+from hookline.errors import HooklineWarning, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.attention import AttentionPart
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
-from hookline.sites.compiled.trace_hooks import run_post, run_pre
+from hookline.sites.compiled.trace_hooks import new_arguments, run_post, run_pre
 from hookline.sites.gradients import USE_INPUT_ONCE, CallState, GradientCall, GradientHooks, is_flat, tap_output
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, STATE_KINDS, Kind
@@ -120,7 +120,7 @@ class FirstPreSlot(Slot):
         for entry in self.entries:
             result = run_one_pre(entry, module, new_args, kwargs)
             if result is not None:
-                new_args, kwargs = _new_arguments(entry, result, kwargs)
+                new_args, kwargs = new_arguments(entry, result, kwargs)
                 if self.guard is not None:
                     self.guard.note(new_args, kwargs, None)
         return None if new_args is args and kwargs is given else _handed_back(more, (new_args, kwargs))
@@ -307,20 +307,6 @@ def _kwargs_in(more: tuple[Any, ...]) -> Any:
 def _handed_back(more: tuple[Any, ...], new: tuple[Any, Any] | None) -> Any:
     """Return what a pre-hook has to return to torch, which has handed it keyword arguments (``more``) or not."""
     return new[0] if new is not None and not more else new
-
-
-def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a pre-hook's return value asks for."""
-    if not entry.attachment.options.with_kwargs:
-        return result if isinstance(result, tuple) else (result,), kwargs
-    if isinstance(result, tuple) and len(result) == 2:
-        args, named = result
-        if isinstance(args, tuple) and isinstance(named, dict):
-            return args, named
-    raise HookReturnError(
-        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
-        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
-    )
 
 
 # -- how compiled code runs and finds them -------------------------------------------------------------------------
