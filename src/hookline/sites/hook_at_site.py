@@ -469,7 +469,7 @@ class HookContainer:
 
 
 class HookAtSite:
-    """One hook on one module, function, tensor, …"""
+    """One hook on one module, function, tensor, …; listed in its attachment from the start."""
 
     __slots__ = (
         *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank"),
@@ -492,6 +492,7 @@ class HookAtSite:
         self.container = container  # a `HookContainer`; each type of site has its own
         self.fired = 0
         self.last_step = -1
+        attachment.entries[self] = None
 
     def is_due(self) -> bool:
         """Return whether the hook fires for the context that this call is made in."""

@@ -786,9 +786,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     counter.users[attachment] = attachment.counters[counter] = None  # as `ForwardCounter.serve` does, without the call
     for name, module in chosen:
         module_hooks = hooks_of_module(module, name)
-        entry = HookAtSite(attachment, name, module_hooks, counter)
-        attachment.entries[entry] = None
-        module_hooks.add(entry)
+        module_hooks.add(HookAtSite(attachment, name, module_hooks, counter))
 
 
 # -- the forwards of a model ---------------------------------------------------------------------------------------

@@ -126,9 +126,7 @@ class _OptimizerHooks(HookContainer):
 
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""
-        entry = HookAtSite(attachment, name, self, NO_MODEL)
-        attachment.entries[entry] = None
-        self.entries += (entry,)
+        self.entries += (HookAtSite(attachment, name, self, NO_MODEL),)
         self._register(optimizer, attachment.kind)
         if not _torch.being_walked(_torch.optimizer_hooks(optimizer, Kind.STEP_PRE)):
             self._register(optimizer, Kind.STEP_PRE)  # which counts the steps

@@ -137,7 +137,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
         for place in places:
             each = for_classes if isinstance(place.func, type) else scope
-            attachment.entries[each.add(attachment, place)] = None
+            each.add(attachment, place)
         _publish()
     return handle
 
@@ -493,14 +493,13 @@ class Scope(HookContainer):
         """Return one entry of each attachment."""
         yield from {entry.attachment: entry for entry in self.hooks}.values()
 
-    def add(self, attachment: Attachment, place: Place) -> HookAtSite:
+    def add(self, attachment: Attachment, place: Place) -> None:
         """Put a hook on a function; `_publish` makes it count."""
         entry = HookAtSite(attachment, place.name, self, self.counter)
         if isinstance(place.func, type):
             _patch_class(attachment, place)
             entry.hook = _unseen(entry.hook)
         self.hooks[entry] = place.func
-        return entry
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; `_publish` makes that count."""
