@@ -23,7 +23,7 @@ from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import Attachment, AttachOptions, PerSiteHook, open_context
-from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
+from hookline.sites.kinds import CALL_KINDS, KINDS_OF_OPTION, MODULE, Kind, SiteType
 from hookline.sites.module_hooks import LOCK, add_entries
 from hookline.sites.parameters import (
     NamedParameter,
@@ -188,7 +188,7 @@ def _check_options(options: AttachOptions, kind: Kind) -> None:
             kind.check_option(option)
     if options.scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {options.scope!r}.")
-    if options.scope == "context" and not kind.is_call:
+    if options.scope == "context" and kind not in CALL_KINDS:
         calls = "forward_pre, forward, backward_pre and backward"
         raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
 

@@ -45,7 +45,7 @@ from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.gradients import GradientCall, GradientHooks
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, FunctionSite, HookAtSite, HookContainer, next_order
-from hookline.sites.kinds import FUNCTION, Kind
+from hookline.sites.kinds import FUNCTION, GRADIENT_KINDS, Kind
 from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module
 from hookline.sites.receipt import NOT_CALLED
 from hookline.sites.targets import found_by
@@ -149,7 +149,7 @@ def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
     """
     kind = attachment.kind
     operator = next((place for place in places if place.is_operator), None)
-    if operator is not None and kind.is_gradient:
+    if operator is not None and kind in GRADIENT_KINDS:
         raise KindError(
             f"on={kind.value!r} does not go with {operator.name}: operators are seen below autograd, where there are "
             "no gradients. Hook the function of torch that calls it, the module, or a torch.autograd.Function."
