@@ -7,8 +7,8 @@ our hooks in our order. The names of those dictionaries and of torch's verbs are
 
 Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
 are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
-``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`. A new
-wrapper is a name in `_INNER`.
+``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`; where it
+has to take hooks, by `checked_optimizer` (``trace``, ``follow``). A new wrapper is a name in `_INNER`.
 """
 
 from __future__ import annotations
