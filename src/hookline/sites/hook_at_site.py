@@ -295,10 +295,6 @@ class FunctionSite:
             print(fn.name, fn.module, fn.call)
     """
 
-    __slots__ = (
-        *("_model", "_others", "args", "call", "func", "in_backward", "kwargs", "name", "owner", "recompute", "step"),
-    )
-
     def __init__(
         self,
         name: str,
@@ -416,11 +412,6 @@ class Attachment:
         Among hooks with ``prepend`` the newest is first, and before those without.
         """
         return self.options.observe, not self.everywhere, -self.order if self.options.prepend else self.order
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether a hook on forwards becomes part of compiled code, because it edits."""
-        return not self.options.observe and (self.may_edit or self.in_place)
 
     def members(self) -> list[HookAtSite]:
         """Return the entries as they are now; one goes when its module is collected, at any time."""

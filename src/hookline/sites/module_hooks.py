@@ -61,7 +61,7 @@ _Entries = tuple[HookAtSite, ...]
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-_FIELDS: Final = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+_FIELDS: Final = ("entries", "groups", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
 _NO_FIELDS: Final = ()
 
 
@@ -80,7 +80,6 @@ class Slot:
         self.entries = entries
         self.key: torch.Tensor = module_hooks.key
         """By which compiled code finds the hooks."""
-        self.guard: CallGuard | None = module_hooks.guard
         self.made = next_order()
         """When it was made; hooks that were attached later are not in it."""
         self.plan = plan
@@ -116,13 +115,13 @@ class FirstPreSlot(Slot):
         if self.ticks:
             self.module_hooks.begin_forward()
         given = more[0] if more else {}
-        new_args, kwargs = args, given
+        new_args, kwargs, guard = args, given, self.module_hooks.guard
         for entry in self.entries:
             result = run_one_pre(entry, module, new_args, kwargs)
             if result is not None:
                 new_args, kwargs = new_arguments(entry, result, kwargs)
-                if self.guard is not None:
-                    self.guard.note(new_args, kwargs, None)
+                if guard is not None:
+                    guard.note(new_args, kwargs, None)
         return None if new_args is args and kwargs is given else _handed_back(more, (new_args, kwargs))
 
 
@@ -165,7 +164,7 @@ class FirstForwardSlot(Slot):
         given = output = more[-1]  # as a parameter of its own, with a default value, it would be two guards more
         if is_dynamo_compiling():
             return run_post(self, module, args, _kwargs_in(more), output)
-        guard = self.guard
+        guard = self.module_hooks.guard
         if guard is not None:
             guard.note(args, _kwargs_in(more), output)
         for entry in self.entries:
@@ -204,8 +203,7 @@ class LastForwardSlot(Slot, _torch.Unchanging):
             self.module_hooks.keep_places()
         if not self.plan or not self.module_hooks.has_gradients:
             return None
-        kwargs = more[0] if len(more) == 2 else {}  # _kwargs_in, without the call
-        return self._leave_gradients(module, args, kwargs, output, is_alone=is_alone)
+        return self._leave_gradients(module, args, _kwargs_in(more), output, is_alone=is_alone)
 
     def _leave_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, *, is_alone: bool
@@ -288,8 +286,7 @@ def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[s
     """Run one forward hook; return what it returns."""
     if not (entry.simple or entry.is_due()):
         return None
-    entry.fired += 1
-    entry.last_step = entry.counter.step
+    entry.count()
     options = entry.attachment.options
     if options.always_call and entry.container.guard is not None:
         entry.container.guard.note_ran(entry)
@@ -320,28 +317,27 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
     "/" between them, letters of the steps first. ``trace_hooks.run_pre`` and ``run_post`` read it, and
     ``ModuleHooks.slot_for`` its beginning: change all of them together.
     """
-    steps: list[HookAtSite | None] = []
-    groups: list[_Entries] = []
-    letters, numbers, reads = "", [], ""
+    rows: list[tuple[str, HookAtSite | None, _Entries, str]] = []
     for entry in entries:
-        attachment = entry.attachment
-        if attachment.is_traced or attachment.summary is not None:
-            steps.append(entry)
-            groups.append(())
-            letters += "e" if attachment.summary is None else "s"
-            # The number of the summary: asking the hook for it while tracing would be three guards, one run in Python.
-            numbers.append("" if attachment.summary is None else str(keep_maker(attachment.summary)))
-            continue
-        reads += attachment.reads
-        if letters[-1:] == "w":
-            groups[-1] += (entry,)
+        summary = entry.attachment.summary
+        if summary is not None:  # by its number: to ask the hook for it while tracing would be three guards more
+            rows.append(("s", entry, (), str(keep_maker(summary))))
+        elif _is_traced(entry):
+            rows.append(("e", entry, (), ""))
+        elif rows and rows[-1][0] == "w":
+            rows[-1] = ("w", None, (*rows[-1][2], entry), "")
         else:
-            steps.append(None)
-            groups.append((entry,))
-            letters += "w"
-            numbers.append("")
-    recipe = f"{letters}/{''.join(sorted(set(reads)))}/{plan}/{ticks}/{','.join(numbers)}"
-    return tuple(steps), tuple(groups), recipe
+            rows.append(("w", None, (entry,), ""))
+    letters, steps, groups, numbers = zip(*rows, strict=True) if rows else ((), (), (), ())
+    reads = {letter for group in groups for entry in group for letter in entry.attachment.reads}
+    recipe = f"{''.join(letters)}/{''.join(sorted(reads))}/{plan}/{ticks}/{','.join(numbers)}"
+    return steps, groups, recipe
+
+
+def _is_traced(entry: HookAtSite) -> bool:
+    """Return whether a hook around calls becomes part of compiled code, because it edits."""
+    attachment = entry.attachment
+    return not attachment.options.observe and (attachment.may_edit or attachment.in_place)
 
 
 # Keys are tensors: a number would be a constant of the graph, and twelve equal blocks would need twelve graphs.
@@ -652,7 +648,7 @@ class ModuleHooks(GradientHooks):
         is_hooked = bool(in_runs or self.stands_in_for or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
         if isinstance(module, AttentionPart):
-            edits = any(entry.attachment.is_traced for entry in post)
+            edits = any(map(_is_traced, post))
             module.set_hooked(hooked=is_hooked, in_path=edits or self.has_gradients)
 
     def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
@@ -673,9 +669,8 @@ class ModuleHooks(GradientHooks):
         returns, or changes in place: modules that do neither begin late. Not with a pre-hook of somebody else, though,
         which may attach a gradient hook to this very call: that begins with the next one.
         """
-        self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers
-        if self.begins_late:
-            self.begins_late = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
+        is_alone = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
+        self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers and is_alone
         if self.begins_late:
             self.entered = next_order()  # for a call under way when this ends: the hooks of now take part, no later one
 
