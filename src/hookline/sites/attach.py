@@ -2,12 +2,12 @@
 
 Users call `attach`; ``debug``, ``analyses``, ``metta``, ``factories``, ``sglang`` and ``engines`` call it for hooks of
 their own. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and returns a
-`HookHandle`. All verbs of ``sites`` make their attachments by `new_attachment`; ``capture``, ``patch``, ``watch`` and
-``register_hooks`` put theirs on modules by `attach_to_modules`.
+`HookHandle`; for ``param_grad``, ``parameters`` does that. All verbs of ``sites`` make their attachments by
+`new_attachment`; ``capture``, ``patch``, ``watch`` and ``register_hooks`` put theirs on modules by `attach_to_modules`.
 
 All is checked before the first hook is on, and if one module refuses, none keeps the hook. A new option is a field of
 `AttachOptions` and a keyword of `attach` and `AttachKeywords`; if it goes with some kinds only, `KINDS_OF_OPTION` says
-which.
+which; if it changes how a hook is called, the head of ``hook_at_site`` says what more.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 ``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
 ``tensors``, ``optimizers``, ``everywhere`` and ``attach_function`` make the `HookAtSite`, and call it when torch calls;
 ``gradients`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
-attached to. Handles and receipts read all of these.
+attached to; ``watch`` reads it as well. Handles and receipts read all of these. ``capture`` opens a context of its own,
+``guard`` and ``compiled`` use the clock `next_order`, and ``factories`` and ``engines`` derive hooks from
+`PerSiteHook`.
 
 Users get a `Site`, an `OptimizerSite` or a `FunctionSite`: hooks that declare ``*, site`` at each firing, hooks on
 functions as their first argument; ``find`` lists sites. `HookAtSite.site`, `FunctionSite.site`, ``gradients``,

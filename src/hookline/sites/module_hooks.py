@@ -2,8 +2,9 @@
 
 ``attach``, ``attach_everywhere`` and ``parameters`` add entries to a `ModuleHooks`, ``attach_function`` puts a `Scope`
 around its calls, and handles take them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds
-them by key. For each end of a queue that has entries, a `ModuleHooks` puts one `Slot` into torch's dictionary, under an
-id that is the same on every module.
+them by key. ``find``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
+``optimizers`` leaves an `Inert` in copies too. For each end of a queue that has entries, a `ModuleHooks` puts one
+`Slot` into torch's dictionary, under an id that is the same on every module.
 
 What must stay so:
 
