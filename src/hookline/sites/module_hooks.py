@@ -343,7 +343,6 @@ def _is_traced(entry: HookAtSite) -> bool:
 
 # Keys are tensors: a number would be a constant of the graph, and twelve equal blocks would need twelve graphs.
 _NUMBERS: Final = itertools.count()
-_CPU: Final = torch.device("cpu")
 _BY_KEY: Final[weakref.WeakValueDictionary[int, ModuleHooks]] = weakref.WeakValueDictionary()
 
 
@@ -352,14 +351,7 @@ def _new_key(hooks: ModuleHooks) -> torch.Tensor:
     number = next(_NUMBERS)
     _BY_KEY[number] = hooks
     with torch.inference_mode(False):  # an ordinary tensor
-        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
-
-
-class HookChanges:
-    """How often hooks have come to modules or gone, in this process."""
-
-    count = 0
-    """``op_runtime._Receivers`` keeps what it has worked out until this is another."""
+        return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
 
 
 def hooks_with_key(key: torch.Tensor) -> ModuleHooks | None:
@@ -505,6 +497,9 @@ _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
+    changes: ClassVar[int] = 0
+    """How often hooks have come to any module or gone; ``op_runtime._Receivers`` keeps what it has worked out until it
+    changes."""
     guard: CallGuard | None = None
     around: Scope | None = None
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
@@ -524,6 +519,8 @@ class ModuleHooks(GradientHooks):
         self.sit_on(module)
         self.key = _new_key(self)
         """By which compiled code finds the hooks."""
+        self.receivers: dict[Any, Any] = {}
+        """A cache of ``op_runtime``: what takes the summaries of the graphs whose first key is that of this module."""
         self._by_kind: dict[Kind, _Entries] = {}
 
     def sit_on(self, module: nn.Module) -> None:
@@ -541,11 +538,6 @@ class ModuleHooks(GradientHooks):
         """Return every hook on the module."""
         for hooks in self._by_kind.values():
             yield from hooks
-
-    @functools.cached_property
-    def receivers(self) -> dict[Any, Any]:
-        """A cache of ``op_runtime``: what takes the summaries of the graphs whose first key is that of this module."""
-        return {}
 
     def begin_forward(self, gradients: bool | None = None) -> None:
         """Begin a forward of each model that a call of this module stands for."""
@@ -614,7 +606,7 @@ class ModuleHooks(GradientHooks):
 
     def _sync(self, kind: Kind) -> None:
         """Put in place the slots that the hooks need, after a hook of ``kind`` has come or gone."""
-        HookChanges.count += 1
+        ModuleHooks.changes += 1
         module = self.module()
         if module is None:
             return

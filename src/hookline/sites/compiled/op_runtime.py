@@ -28,7 +28,7 @@ from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
 from hookline.sites.hook_at_site import next_order, open_contexts
-from hookline.sites.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
+from hookline.sites.module_hooks import ModuleHooks, hooks_with_key, run_one_post, run_one_pre
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.gradients import Moments
     from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.module_hooks import ModuleHooks
 
 
 @dataclass(slots=True)
@@ -202,7 +201,7 @@ class _Receivers:
     """The hooks behind one operator and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
-        self.changes = HookChanges.count
+        self.changes = ModuleHooks.changes
         self._keys = keys  # kept, so that their ids stay theirs
         self.entries: list[HookAtSite] = []
         by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
@@ -221,7 +220,7 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
     receivers = known.get(at)
-    if receivers is None or receivers.changes != HookChanges.count:
+    if receivers is None or receivers.changes != ModuleHooks.changes:
         if len(known) >= _GRAPHS:
             known.clear()
         receivers = known[at] = _Receivers(list(keys), what)
