@@ -359,7 +359,7 @@ class OnOptimizer(Place):
         return getattr(self.optimizer, f"register_{self.kind}_hook")(hook)
 
     def settle(self) -> None:
-        hl.attach_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), ignore).remove()
+        self.put(ignore, on=self.kind).remove()
 
     @property
     def ignores_returns(self) -> bool:

@@ -195,7 +195,7 @@ def twin_of(value: Any, items: dict[Any, Any]) -> Any:
     if kind is list or kind is dict:
         return list(items.values()) if kind is list else items
     if isinstance(value, tuple):
-        is_named = is_traced and hasattr(kind, "_make")
+        is_named = is_traced and hasattr(value, "_make")  # torch 2.11 does not trace it of the class
         return kind(*items.values()) if is_named else rebuilt_tuple(value, list(items.values()))
     if isinstance(value, deque):
         return deque(items.values(), value.maxlen)

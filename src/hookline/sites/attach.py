@@ -2,12 +2,12 @@
 
 Users call `attach`; ``debug``, ``analyses``, ``metta``, ``factories``, ``sglang`` and ``engines`` call it for hooks of
 their own. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and returns a
-`HookHandle`. All verbs of ``sites`` make their attachments by `new_attachment`; ``capture``, ``patch``, ``watch`` and
-``register_hooks`` put theirs on modules by `attach_to_modules`.
+`HookHandle`; for ``param_grad``, ``parameters`` does that. All verbs of ``sites`` make their attachments by
+`new_attachment`; ``capture``, ``patch``, ``watch`` and ``register_hooks`` put theirs on modules by `attach_to_modules`.
 
 All is checked before the first hook is on, and if one module refuses, none keeps the hook. A new option is a field of
 `AttachOptions` and a keyword of `attach` and `AttachKeywords`; if it goes with some kinds only, `KINDS_OF_OPTION` says
-which.
+which; if it changes how a hook is called, the head of ``hook_at_site`` says what more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, linalg, nn
 from hookline.errors import HookSignatureError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # its import puts functions behind the operators
 from hookline.sites.handle import HandleSet, HookHandle
-from hookline.sites.hook_at_site import Attachment, AttachOptions, OrderGroup, PerSiteHook, open_context
-from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, Kind, SiteType
+from hookline.sites.hook_at_site import Attachment, AttachOptions, PerSiteHook, open_context
+from hookline.sites.kinds import CALL_KINDS, KINDS_OF_OPTION, MODULE, Kind, SiteType
 from hookline.sites.module_hooks import LOCK, add_entries
 from hookline.sites.parameters import (
     NamedParameter,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _MISSING: Any = object()
 _PLAIN: Final = AttachOptions()
-_TRACED: Final = (Kind.FORWARD, Kind.FORWARD_PRE)
 _TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
 """Types of targets, which cannot be meant as a hook."""
 
@@ -170,13 +169,11 @@ def new_attachment(
         kind=kind,
         name=options.name or hook_name(hook),
         options=options,
-        order_group=OrderGroup.OBSERVE if options.observe else OrderGroup.EDIT,
         site_type=site_type,
         wants_site=traits.wants_site,
         everywhere=everywhere,
         may_edit=traits.may_edit,
         in_place=traits.in_place,
-        is_traced=not options.observe and kind in _TRACED and (traits.may_edit or traits.in_place),
         reads=traits.reads,
     )
     if isinstance(hook, PerSiteHook) and kind is Kind.FORWARD and site_type is MODULE:
@@ -191,7 +188,7 @@ def _check_options(options: AttachOptions, kind: Kind) -> None:
             kind.check_option(option)
     if options.scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {options.scope!r}.")
-    if options.scope == "context" and not kind.is_call:
+    if options.scope == "context" and kind not in CALL_KINDS:
         calls = "forward_pre, forward, backward_pre and backward"
         raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
 

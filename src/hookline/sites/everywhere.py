@@ -100,7 +100,6 @@ def _register_with_torch(attachment: Attachment) -> HookHandle:
     wanted: type = {"module": nn.Module, "parameter": nn.Parameter, "buffer": torch.Tensor}[what]
     with attaching(attachment) as handle:
         registered = getattr(torch_module, f"register_module_{what}_registration_hook")(run)
-        attachment.entries[entry] = None
         attachment.on_remove = lambda attachment: registered.remove()
     return handle
 

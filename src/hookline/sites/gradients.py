@@ -55,13 +55,12 @@ from hookline import tree
 from hookline.errors import HookReturnError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import FunctionSite, HookContainer, OrderGroup, Site, open_contexts
+from hookline.sites.hook_at_site import FunctionSite, HookContainer, Site, open_contexts
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
-_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 USE_INPUT_ONCE: Final = frozenset(
     {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm}
     | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
@@ -455,7 +454,7 @@ class GradientHooks(HookContainer):
 
 
 def _edits(entry: HookAtSite) -> bool:
-    return entry.attachment.order_group is _EDIT
+    return not entry.attachment.options.observe
 
 
 def _may_edit(entry: HookAtSite) -> bool:
@@ -665,7 +664,7 @@ def fire_gradients(
         else:
             site = gradient_site(entry, shown, call.moments, *names) if attachment.wants_site else None
             result = entry.call(shown, (grads, *more), site)
-        if result is not None and attachment.order_group is _EDIT:
+        if result is not None and not attachment.options.observe:
             grads = checked(result, grads, entry)
     return grads
 

@@ -27,7 +27,6 @@ from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_
 from hookline.tables import OFF, ON
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
-_NO_HOOKS_REF = weakref.ref(_NO_HOOKS)
 
 
 class Handle(RemovableHandle):
@@ -36,7 +35,7 @@ class Handle(RemovableHandle):
     # These stand in for torch's own __init__, which changes its class to count ids, so that Python drops its caches of
     # attributes. torch's code wants a dictionary to point at: here an empty one.
     id = -1
-    hooks_dict_ref = _NO_HOOKS_REF
+    hooks_dict_ref = weakref.ref(_NO_HOOKS)
     extra_dict_ref = ()
 
     def remove(self, *, quiet: bool = False) -> None:

@@ -3,7 +3,9 @@
 ``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
 ``tensors``, ``optimizers``, ``everywhere`` and ``attach_function`` make the `HookAtSite`, and call it when torch calls;
 ``gradients`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
-attached to. Handles and receipts read all of these.
+attached to; ``watch`` reads it as well. Handles and receipts read all of these. ``capture`` opens a context of its own,
+``guard`` and ``compiled`` use the clock `next_order`, and ``factories`` and ``engines`` derive hooks from
+`PerSiteHook`.
 
 Users get a `Site`, an `OptimizerSite` or a `FunctionSite`: hooks that declare ``*, site`` at each firing, hooks on
 functions as their first argument; ``find`` lists sites. `HookAtSite.site`, `FunctionSite.site`, ``gradients``,
@@ -27,7 +29,6 @@ import weakref
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Hook
     from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.kinds import SiteType
+    from hookline.sites.module_hooks import ModuleHooks
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
@@ -126,12 +128,12 @@ class ForwardCounter:
         self.in_runs = False
         """Whether one of them has been for hooks that fire in a run. For others, on saving and loading, compiled code
         need not be made again to count forwards."""
-        self.hooked: set[Any] = set()
-        """The `ModuleHooks` of the modules that were attached to through this model."""
+        self.hooked: set[ModuleHooks] = set()
+        """Those of the modules that were attached to through this model."""
         self.follow: Callable[[ForwardCounter], None] | None = None
         """``parameters._follow``, once there are hooks on parameters: moves them to what has replaced theirs."""
-        self.stand_in: Callable[[], nn.Module | None] | None = None
-        """The part whose calls begin the steps, where the model's own forward is not called; unless it is gone."""
+        self.stand_in: Callable[[], ModuleHooks | None] = lambda: None
+        """The hooks of the part whose calls begin the steps, where the model's own forward is not called."""
         self._counter = itertools.count()
         self._registered = -1, -1
         """How many hooks had been registered with torch, of any kind, when the last two forwards began: torch counts a
@@ -190,7 +192,7 @@ class ForwardCounter:
 
     def find_stand_in(self) -> None:
         """Let the calls of a part of the model begin steps, where the part is called and the model is not."""
-        if self.stand_in is None and _torch.graph_task_id() == -1:
+        if self.stand_in() is None and _torch.graph_task_id() == -1:
             self.on_uncalled()
 
     def moment(self, key: Hashable) -> tuple[int, int]:
@@ -295,10 +297,6 @@ class FunctionSite:
             print(fn.name, fn.module, fn.call)
     """
 
-    __slots__ = (
-        *("_model", "_others", "args", "call", "func", "in_backward", "kwargs", "name", "owner", "recompute", "step"),
-    )
-
     def __init__(
         self,
         name: str,
@@ -360,15 +358,6 @@ class FunctionSite:
 # -- what was asked for, and what became of it -------------------------------------------------------------------
 
 
-class OrderGroup(IntEnum):
-    """The order among the hooks of one kind at one site."""
-
-    EDIT = 1
-    """Hooks whose return value counts, in the order they were attached."""
-    OBSERVE = 2
-    """Observers of the value that goes on."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
     """The options that the verbs share, as the user gave them; ``attach`` documents each."""
@@ -389,7 +378,6 @@ class Attachment:
     kind: Kind
     name: str
     options: AttachOptions = AttachOptions()
-    order_group: OrderGroup = OrderGroup.EDIT
     site_type: SiteType = MODULE
     counters: dict[ForwardCounter, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
@@ -401,8 +389,6 @@ class Attachment:
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     in_place: bool = False
     """Whether the hook changes what it is shown in place."""
-    is_traced: bool = False
-    """Whether the hook becomes part of compiled code, because it edits a forward."""
     order: int = field(default_factory=next_order)
     entries: dict[HookAtSite, None] = field(default_factory=dict)
     for_site: Callable[[str], Any] | None = None
@@ -422,12 +408,12 @@ class Attachment:
     each site, and its last step. Receipts show these."""
 
     @property
-    def rank(self) -> tuple[int, bool, int]:
+    def rank(self) -> tuple[bool, bool, int]:
         """Sort key among the hooks of one site and kind: edits first, then process-wide hooks, then by age.
 
         Among hooks with ``prepend`` the newest is first, and before those without.
         """
-        return self.order_group, not self.everywhere, -self.order if self.options.prepend else self.order
+        return self.options.observe, not self.everywhere, -self.order if self.options.prepend else self.order
 
     def members(self) -> list[HookAtSite]:
         """Return the entries as they are now; one goes when its module is collected, at any time."""
@@ -476,7 +462,7 @@ class HookContainer:
 
 
 class HookAtSite:
-    """One hook on one module, function, tensor, …"""
+    """One hook on one module, function, tensor, …; listed in its attachment from the start."""
 
     __slots__ = (
         *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank"),
@@ -499,6 +485,7 @@ class HookAtSite:
         self.container = container  # a `HookContainer`; each type of site has its own
         self.fired = 0
         self.last_step = -1
+        attachment.entries[self] = None
 
     def is_due(self) -> bool:
         """Return whether the hook fires for the context that this call is made in."""

@@ -105,16 +105,6 @@ class Kind(StrEnum):
             raise KindError(_no_kind(text, kind, site_type))
         return kind
 
-    @property
-    def is_gradient(self) -> bool:
-        """Return whether ``sites.gradients`` fires it; not so ``full_backward``, which torch fires."""
-        return self in GRADIENT_KINDS
-
-    @property
-    def is_call(self) -> bool:
-        """Return whether we fire it at the calls of a module or in their backward; not so ``full_backward``."""
-        return self in CALL_KINDS
-
     def check_option(self, option: str) -> None:
         """Raise an `OptionError` if ``option``, which is switched on, does not go with this kind."""
         kinds = KINDS_OF_OPTION[option]
@@ -210,8 +200,10 @@ SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, STORED)
 """In the order in which an error looks for one that has a kind."""
 
 GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
-"""In this order: ``ModuleHooks`` passes their hooks on to ``set_gradient_hooks(pre, post)``."""
+"""The kinds that ``gradients`` fires; not so ``full_backward``, which torch fires. In this order: ``ModuleHooks``
+passes their hooks on to ``set_gradient_hooks(pre, post)``."""
 CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
+"""The kinds that we fire at the calls of a module or in their backward."""
 STATE_KINDS: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )

@@ -2,8 +2,9 @@
 
 ``attach``, ``attach_everywhere`` and ``parameters`` add entries to a `ModuleHooks`, ``attach_function`` puts a `Scope`
 around its calls, and handles take them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds
-them by key. For each end of a queue that has entries, a `ModuleHooks` puts one `Slot` into torch's dictionary, under an
-id that is the same on every module.
+them by key. ``find``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
+``optimizers`` leaves an `Inert` in copies too. For each end of a queue that has entries, a `ModuleHooks` puts one
+`Slot` into torch's dictionary, under an id that is the same on every module.
 
 What must stay so:
 
@@ -28,24 +29,24 @@ import sys
 import threading
 import warnings
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HooklineWarning, HookReturnError, UnhookableError
+from hookline.errors import HooklineWarning, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.attention import AttentionPart
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
-from hookline.sites.compiled.trace_hooks import run_post, run_pre
+from hookline.sites.compiled.trace_hooks import new_arguments, run_post, run_pre
 from hookline.sites.gradients import USE_INPUT_ONCE, CallState, GradientCall, GradientHooks, is_flat, tap_output
-from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, next_order
+from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, STATE_KINDS, Kind
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
@@ -55,16 +56,13 @@ if TYPE_CHECKING:
 
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, slots are replaced whole."""
-# Looking an enum member up by its class costs 0.2 µs.
-_FORWARD, _FORWARD_PRE = Kind.FORWARD, Kind.FORWARD_PRE
-_EDIT, _OBSERVE = OrderGroup.EDIT, OrderGroup.OBSERVE
 _Entries = tuple[HookAtSite, ...]
 
 
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-_FIELDS: Final = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+_FIELDS: Final = ("entries", "groups", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
 _NO_FIELDS: Final = ()
 
 
@@ -83,7 +81,6 @@ class Slot:
         self.entries = entries
         self.key: torch.Tensor = module_hooks.key
         """By which compiled code finds the hooks."""
-        self.guard: CallGuard | None = module_hooks.guard
         self.made = next_order()
         """When it was made; hooks that were attached later are not in it."""
         self.plan = plan
@@ -119,13 +116,13 @@ class FirstPreSlot(Slot):
         if self.ticks:
             self.module_hooks.begin_forward()
         given = more[0] if more else {}
-        new_args, kwargs = args, given
+        new_args, kwargs, guard = args, given, self.module_hooks.guard
         for entry in self.entries:
             result = run_one_pre(entry, module, new_args, kwargs)
             if result is not None:
-                new_args, kwargs = _new_arguments(entry, result, kwargs)
-                if self.guard is not None:
-                    self.guard.note(new_args, kwargs, None)
+                new_args, kwargs = new_arguments(entry, result, kwargs)
+                if guard is not None:
+                    guard.note(new_args, kwargs, None)
         return None if new_args is args and kwargs is given else _handed_back(more, (new_args, kwargs))
 
 
@@ -168,7 +165,7 @@ class FirstForwardSlot(Slot):
         given = output = more[-1]  # as a parameter of its own, with a default value, it would be two guards more
         if is_dynamo_compiling():
             return run_post(self, module, args, _kwargs_in(more), output)
-        guard = self.guard
+        guard = self.module_hooks.guard
         if guard is not None:
             guard.note(args, _kwargs_in(more), output)
         for entry in self.entries:
@@ -207,8 +204,7 @@ class LastForwardSlot(Slot, _torch.Unchanging):
             self.module_hooks.keep_places()
         if not self.plan or not self.module_hooks.has_gradients:
             return None
-        kwargs = more[0] if len(more) == 2 else {}  # _kwargs_in, without the call
-        return self._leave_gradients(module, args, kwargs, output, is_alone=is_alone)
+        return self._leave_gradients(module, args, _kwargs_in(more), output, is_alone=is_alone)
 
     def _leave_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, *, is_alone: bool
@@ -251,7 +247,7 @@ class FullBackwardSlot(Slot):
         for entry in [entry for entry in self.entries if not entry.attachment.removed]:
             entry.count()
             result = entry.call(module, (grad_input, grad_output))
-            if result is not None and entry.attachment.order_group is _EDIT:
+            if result is not None and not entry.attachment.options.observe:
                 grad_input = result
         return None if grad_input is given else grad_input
 
@@ -291,8 +287,7 @@ def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[s
     """Run one forward hook; return what it returns."""
     if not (entry.simple or entry.is_due()):
         return None
-    entry.fired += 1
-    entry.last_step = entry.counter.step
+    entry.count()
     options = entry.attachment.options
     if options.always_call and entry.container.guard is not None:
         entry.container.guard.note_ran(entry)
@@ -312,20 +307,6 @@ def _handed_back(more: tuple[Any, ...], new: tuple[Any, Any] | None) -> Any:
     return new[0] if new is not None and not more else new
 
 
-def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a pre-hook's return value asks for."""
-    if not entry.attachment.options.with_kwargs:
-        return result if isinstance(result, tuple) else (result,), kwargs
-    if isinstance(result, tuple) and len(result) == 2:
-        args, named = result
-        if isinstance(args, tuple) and isinstance(named, dict):
-            return args, named
-    raise HookReturnError(
-        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
-        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
-    )
-
-
 # -- how compiled code runs and finds them -------------------------------------------------------------------------
 
 
@@ -337,33 +318,31 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
     "/" between them, letters of the steps first. ``trace_hooks.run_pre`` and ``run_post`` read it, and
     ``ModuleHooks.slot_for`` its beginning: change all of them together.
     """
-    steps: list[HookAtSite | None] = []
-    groups: list[_Entries] = []
-    letters, numbers, reads = "", [], ""
+    rows: list[tuple[str, HookAtSite | None, _Entries, str]] = []
     for entry in entries:
-        attachment = entry.attachment
-        if attachment.is_traced or attachment.summary is not None:
-            steps.append(entry)
-            groups.append(())
-            letters += "e" if attachment.summary is None else "s"
-            # The number of the summary: asking the hook for it while tracing would be three guards, one run in Python.
-            numbers.append("" if attachment.summary is None else str(keep_maker(attachment.summary)))
-            continue
-        reads += attachment.reads
-        if letters[-1:] == "w":
-            groups[-1] += (entry,)
+        summary = entry.attachment.summary
+        if summary is not None:  # by its number: to ask the hook for it while tracing would be three guards more
+            rows.append(("s", entry, (), str(keep_maker(summary))))
+        elif _is_traced(entry):
+            rows.append(("e", entry, (), ""))
+        elif rows and rows[-1][0] == "w":
+            rows[-1] = ("w", None, (*rows[-1][2], entry), "")
         else:
-            steps.append(None)
-            groups.append((entry,))
-            letters += "w"
-            numbers.append("")
-    recipe = f"{letters}/{''.join(sorted(set(reads)))}/{plan}/{ticks}/{','.join(numbers)}"
-    return tuple(steps), tuple(groups), recipe
+            rows.append(("w", None, (entry,), ""))
+    letters, steps, groups, numbers = zip(*rows, strict=True) if rows else ((), (), (), ())
+    reads = {letter for group in groups for entry in group for letter in entry.attachment.reads}
+    recipe = f"{''.join(letters)}/{''.join(sorted(reads))}/{plan}/{ticks}/{','.join(numbers)}"
+    return steps, groups, recipe
+
+
+def _is_traced(entry: HookAtSite) -> bool:
+    """Return whether a hook around calls becomes part of compiled code, because it edits."""
+    attachment = entry.attachment
+    return not attachment.options.observe and (attachment.may_edit or attachment.in_place)
 
 
 # Keys are tensors: a number would be a constant of the graph, and twelve equal blocks would need twelve graphs.
 _NUMBERS: Final = itertools.count()
-_CPU: Final = torch.device("cpu")
 _BY_KEY: Final[weakref.WeakValueDictionary[int, ModuleHooks]] = weakref.WeakValueDictionary()
 
 
@@ -372,14 +351,7 @@ def _new_key(hooks: ModuleHooks) -> torch.Tensor:
     number = next(_NUMBERS)
     _BY_KEY[number] = hooks
     with torch.inference_mode(False):  # an ordinary tensor
-        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
-
-
-class HookChanges:
-    """How often hooks have come to modules or gone, in this process."""
-
-    count = 0
-    """``op_runtime._Receivers`` keeps what it has worked out until this is another."""
+        return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
 
 
 def hooks_with_key(key: torch.Tensor) -> ModuleHooks | None:
@@ -407,13 +379,9 @@ class Row(NamedTuple):
         hooks = module.__dict__.get(self.hooks)
         if not hooks:  # nearly always; and a module may be half made
             return None
-        found = _unwrapped(hooks.get(self.hook_id))
+        found = hooks.get(self.hook_id)
+        found = getattr(found, "hook", found)  # torch keeps load_state_dict pre-hooks in a wrapper
         return found if isinstance(found, Slot) else None
-
-
-def _unwrapped(hook: Any) -> Any:
-    """Return a hook as it was registered: torch keeps load_state_dict pre-hooks in a wrapper."""
-    return hook if isinstance(hook, Slot | None) else getattr(hook, "hook", hook)
 
 
 FIRST_PRE: Final = Row(FirstPreSlot, "_forward_pre_hooks", FIRST)
@@ -423,17 +391,16 @@ LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
 """The slots around a call, by their names in compiled graphs; the one that most hooks use is first, since
 `existing_hooks` looks in this order."""
-_ANCHOR: Final = Row(Anchor, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
     Kind.STATE_DICT_PRE: Row(StateSlot, "_state_dict_pre_hooks", LAST),
     Kind.STATE_DICT_POST: Row(StateSlot, "_state_dict_hooks", LAST),
     Kind.LOAD_STATE_DICT_PRE: Row(StateSlot, "_load_state_dict_pre_hooks", LAST),
     Kind.LOAD_STATE_DICT_POST: Row(StateSlot, "_load_state_dict_post_hooks", LAST),
-    Kind.PARAM_GRAD: _ANCHOR,
+    Kind.PARAM_GRAD: Row(Anchor, "_load_state_dict_post_hooks", FIRST),
 }
 """The slots of the other kinds."""
-_ROWS: Final = tuple(dict.fromkeys((*_CALL_ROWS.values(), *_KIND_ROWS.values())))
+_ROWS: Final = (*_CALL_ROWS.values(), *_KIND_ROWS.values())
 
 # Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
 for _class in (*(row.make for row in _ROWS), Inert):
@@ -443,16 +410,14 @@ for _class in (*(row.make for row in _ROWS), Inert):
 # -- what is around the whole call ---------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One call under way: its values so far, and which of the hooks have run."""
 
-    __slots__ = ("args", "kwargs", "output", "ran")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.output: Any = None
-        self.ran: set[HookAtSite] = set()
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    ran: set[HookAtSite] = field(default_factory=set)
 
 
 class _Attempts(threading.local):
@@ -479,17 +444,9 @@ class CallGuard:
         module = self._module()
         if is_dynamo_compiling():  # a compiled call cannot be cut short between two hooks
             return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
-        around = self._module_hooks.around
+        around, attempt = self._module_hooks.around, _Attempt(args, kwargs)
         if around is not None:
             around.enter()
-        try:
-            return self._attempt(module, args, kwargs)
-        finally:
-            if around is not None:
-                around.leave()
-
-    def _attempt(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        attempt = _Attempt(args, kwargs)
         self._attempts.stack.append(attempt)
         try:
             return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
@@ -498,6 +455,8 @@ class CallGuard:
             raise
         finally:
             self._attempts.stack.pop()
+            if around is not None:
+                around.leave()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note the values that the call has reached."""
@@ -511,7 +470,7 @@ class CallGuard:
             self._attempts.stack[-1].ran.add(entry)
 
     def _clean_up(self, module: Any, attempt: _Attempt) -> None:
-        for entry in self._module_hooks.hooks_of_kind(_FORWARD):
+        for entry in self._module_hooks.hooks_of_kind(Kind.FORWARD):
             if not entry.attachment.options.always_call or entry in attempt.ran or not entry.is_due():
                 continue
             entry.count()
@@ -528,7 +487,7 @@ class CallGuard:
                     )
 
 
-_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, below=False)
+_torch.leave_to_python(CallGuard.__call__, below=False)
 _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 
 
@@ -538,6 +497,9 @@ _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
+    changes: ClassVar[int] = 0
+    """How often hooks have come to any module or gone; ``op_runtime._Receivers`` keeps what it has worked out until it
+    changes."""
     guard: CallGuard | None = None
     around: Scope | None = None
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
@@ -557,6 +519,8 @@ class ModuleHooks(GradientHooks):
         self.sit_on(module)
         self.key = _new_key(self)
         """By which compiled code finds the hooks."""
+        self.receivers: dict[Any, Any] = {}
+        """A cache of ``op_runtime``: what takes the summaries of the graphs whose first key is that of this module."""
         self._by_kind: dict[Kind, _Entries] = {}
 
     def sit_on(self, module: nn.Module) -> None:
@@ -574,11 +538,6 @@ class ModuleHooks(GradientHooks):
         """Return every hook on the module."""
         for hooks in self._by_kind.values():
             yield from hooks
-
-    @functools.cached_property
-    def receivers(self) -> dict[Any, Any]:
-        """A cache of ``op_runtime``: what takes the summaries of the graphs whose first key is that of this module."""
-        return {}
 
     def begin_forward(self, gradients: bool | None = None) -> None:
         """Begin a forward of each model that a call of this module stands for."""
@@ -607,9 +566,7 @@ class ModuleHooks(GradientHooks):
         """Put a hook in its place."""
         self.keep_places()  # the counter that this module joins may have seen the hooks of others already
         kind = entry.attachment.kind
-        hooks = self.hooks_of_kind(kind)
-        place = bisect_right(hooks, entry.rank, key=lambda other: other.rank) if hooks else 0
-        self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
+        self._by_kind[kind] = tuple(sorted((*self.hooks_of_kind(kind), entry), key=lambda each: each.rank))
         self._sync(kind)
         entry.counter.hooked.add(self)
 
@@ -626,18 +583,18 @@ class ModuleHooks(GradientHooks):
     def set_counter(self, counter: ForwardCounter | None) -> None:
         """Begin or end counting this module's forwards."""
         self.counter = counter
-        self._sync(_FORWARD_PRE)
+        self._sync(Kind.FORWARD_PRE)
 
     def set_stands_in(self, counter: ForwardCounter, *, wanted: bool) -> None:
         """Let calls of this module begin the steps of ``counter``, or not any more."""
         others = tuple(other for other in self.stands_in_for if other is not counter)
         self.stands_in_for = (*others, counter) if wanted else others
-        self._sync(_FORWARD_PRE)
+        self._sync(Kind.FORWARD_PRE)
 
     def set_around(self, around: Scope | None) -> None:
         """Enter ``around`` before each call from the next one on, and leave it after."""
         self.around = around
-        self._sync(_FORWARD_PRE)
+        self._sync(Kind.FORWARD_PRE)
 
     def keep_places(self) -> None:
         """Put our edits before, and our observers after, hooks that others have registered since."""
@@ -649,26 +606,24 @@ class ModuleHooks(GradientHooks):
 
     def _sync(self, kind: Kind) -> None:
         """Put in place the slots that the hooks need, after a hook of ``kind`` has come or gone."""
-        HookChanges.count += 1
+        ModuleHooks.changes += 1
         module = self.module()
         if module is None:
             return
         if kind in CALL_KINDS:
             self._sync_calls(module, kind)
             return
-        row = _KIND_ROWS[kind]
-        same = [other for other in _KIND_ROWS if _KIND_ROWS[other] is row]
-        self._put(module, row, tuple(entry for other in same for entry in self.hooks_of_kind(other)))
+        self._put(module, _KIND_ROWS[kind], self.hooks_of_kind(kind))
 
     def _sync_calls(self, module: nn.Module, kind: Kind) -> None:
         """Put the slots around the calls of the module."""
-        pre, post = self.hooks_of_kind(_FORWARD_PRE), self.hooks_of_kind(_FORWARD)
+        pre, post = self.hooks_of_kind(Kind.FORWARD_PRE), self.hooks_of_kind(Kind.FORWARD)
         if kind in GRADIENT_KINDS:
             self.set_gradient_hooks(*map(self.hooks_of_kind, GRADIENT_KINDS))
             is_own = not recompile_guard.is_forward_replaced(module)
             self.uses_input_once = is_own and type(module) in USE_INPUT_ONCE
         if self.has_gradients or self.plan:
-            self._set_begins_late(module, has_observers=bool(pre) and pre[-1].attachment.order_group is _OBSERVE)
+            self._set_begins_late(module, has_observers=bool(pre) and pre[-1].attachment.options.observe)
             self.plan = plan_of(self)
         self._sync_guard(module, post)
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
@@ -686,7 +641,7 @@ class ModuleHooks(GradientHooks):
         is_hooked = bool(in_runs or self.stands_in_for or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
         if isinstance(module, AttentionPart):
-            edits = any(each.attachment.may_edit or each.attachment.in_place for each in _split(post)[0])
+            edits = any(map(_is_traced, post))
             module.set_hooked(hooked=is_hooked, in_path=edits or self.has_gradients)
 
     def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
@@ -707,9 +662,8 @@ class ModuleHooks(GradientHooks):
         returns, or changes in place: modules that do neither begin late. Not with a pre-hook of somebody else, though,
         which may attach a gradient hook to this very call: that begins with the next one.
         """
-        self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers
-        if self.begins_late:
-            self.begins_late = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
+        is_alone = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
+        self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers and is_alone
         if self.begins_late:
             self.entered = next_order()  # for a call under way when this ends: the hooks of now take part, no later one
 
@@ -764,10 +718,8 @@ def _keep_places(hooks: Any) -> None:
 
 def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
     """Return the hooks for the front of the queue (edits) and for its end (observers); they are sorted so."""
-    if not hooks or hooks[0].attachment.order_group is _OBSERVE:
-        return (), hooks
-    at = sum(entry.attachment.order_group is _EDIT for entry in hooks)
-    return hooks[:at], hooks[at:]
+    edits = tuple(entry for entry in hooks if not entry.attachment.options.observe)
+    return edits, hooks[len(edits) :]
 
 
 # -- the hooks of any module ---------------------------------------------------------------------------------------
@@ -775,11 +727,8 @@ def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
-    for row in _ROWS if _has_any_hooks(module) else ():
-        slot = row.slot_on(module)
-        if slot is not None:
-            return slot.module_hooks  # type: ignore[no-any-return]
-    return None
+    slots = (row.slot_on(module) for row in _ROWS)
+    return next((slot.module_hooks for slot in slots if slot is not None), None)
 
 
 def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
@@ -791,7 +740,7 @@ def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
         )
     hooks = existing_hooks(module)
     if hooks is None:
-        if _has_any_hooks(module):
+        if any(map(module.__dict__.get, _torch.HOOK_DICTS)):
             drop_inert(module)
         return ModuleHooks(module)
     if hooks.module() is None:
@@ -799,15 +748,10 @@ def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:
     return hooks
 
 
-def _has_any_hooks(module: nn.Module) -> bool:
-    """Return whether there are hooks of anybody's on a module, which may be half made."""
-    return any(map(module.__dict__.get, _torch.HOOK_DICTS))
-
-
 def drop_inert(module: nn.Module) -> None:
     """Take off what does nothing: what is left of the hooks of the module that this one is a copy of."""
-    inert = [found for found in _torch.hooks_of(module) if isinstance(_unwrapped(found[2]), Inert)]
-    for attribute, hook_id, _ in inert:
+    inert = [(attribute, hook_id) for attribute, hook_id, hook in _torch.hooks_of(module) if isinstance(hook, Inert)]
+    for attribute, hook_id in inert:
         _take_off(module, attribute, hook_id)
     if inert:
         recompile_guard.set_own_forward(module, wanted=False)
@@ -830,9 +774,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     counter.users[attachment] = attachment.counters[counter] = None  # as `ForwardCounter.serve` does, without the call
     for name, module in chosen:
         module_hooks = hooks_of_module(module, name)
-        entry = HookAtSite(attachment, name, module_hooks, counter)
-        attachment.entries[entry] = None
-        module_hooks.add(entry)
+        module_hooks.add(HookAtSite(attachment, name, module_hooks, counter))
 
 
 # -- the forwards of a model ---------------------------------------------------------------------------------------
@@ -855,11 +797,9 @@ def release_counters(attachment: Attachment) -> None:
         counter.users.pop(attachment, None)
         if counter.users:
             continue
-        stand_in, model = counter.stand_in, counter.model()
-        part = None if stand_in is None else stand_in()
-        part_hooks = None if part is None else existing_hooks(part)
-        if part_hooks is not None:
-            part_hooks.set_stands_in(counter, wanted=False)
+        stand_in, model = counter.stand_in(), counter.model()
+        if stand_in is not None:
+            stand_in.set_stands_in(counter, wanted=False)
         hooks = None if model is None else existing_hooks(model)
         if hooks is not None:
             hooks.set_counter(None)
@@ -879,10 +819,10 @@ def _count_by_part(counter: ForwardCounter) -> None:
     running = [module for module in _torch.running() if id(module) in own]
     if not running or any(module is model for module in running):
         return
-    part = unwrap(running[-1])
     with LOCK:
-        hooks_of_module(part).set_stands_in(counter, wanted=True)
-    counter.stand_in = weakref.ref(part)
+        hooks = hooks_of_module(unwrap(running[-1]))
+        hooks.set_stands_in(counter, wanted=True)
+    counter.stand_in = weakref.ref(hooks)
     counter.begin_by_part()
 
 

@@ -7,14 +7,14 @@ our hooks in our order. The names of those dictionaries and of torch's verbs are
 
 Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
 are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
-``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`. A new
-wrapper is a name in `_INNER`.
+``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`; where it
+has to take hooks, by `checked_optimizer` (``trace``, ``follow``). A new wrapper is a name in `_INNER`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -91,7 +91,6 @@ def attach_optimizer(
     options = AttachOptions(prepend=prepend, observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=OPTIMIZER)
     with attaching(attachment) as handle:
-        _drop_unused()
         hooks = _existing_hooks(optimizer) or _OptimizerHooks()
         hooks.add(attachment, type(optimizer).__name__, optimizer)
     return handle
@@ -103,7 +102,6 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
     It runs where torch runs hooks of the process: before those of the optimizer itself, and after a step behind them.
     """
     with attaching(attachment) as handle:
-        _drop_unused()
         _EVERYWHERE.add(attachment, "(every optimizer)", None)
     return handle
 
@@ -120,42 +118,16 @@ def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
 class _OptimizerHooks(HookContainer):
     """All hooks of ours on one optimizer, or on every one; torch has a `_TorchHook` of each kind for them."""
 
-    __slots__ = ("__weakref__", "_handles", "_steps", "entries")
-
     def __init__(self) -> None:
         self.entries: tuple[HookAtSite, ...] = ()
-        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """The newest step of each optimizer, counted from 0 since the first hook came on."""
         self._handles: dict[Kind, RemovableHandle] = {}
-        _ALL.add(self)
-
-    def run(self, kind: Kind, optimizer: Optimizer, given: tuple[Any, ...]) -> Any:
-        """Run the hooks of one kind; return what torch wants returned."""
-        if kind in _STEP_KINDS and _torch.is_inner_step(optimizer):
-            return None
-        if kind is Kind.STEP_PRE:
-            self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
-        values = given
-        due = [entry for entry in self.entries if entry.attachment.kind is kind]
-        for entry in sorted(due, key=lambda entry: entry.rank):
-            entry.count()
-            site = None
-            if entry.attachment.wants_site:
-                site = OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1))
-            result = entry.call(optimizer, values, site)
-            if result is not None and not entry.attachment.options.observe:
-                values = _edited(values, result, optimizer, entry)
-        if values is given:
-            return None
-        return values if kind is Kind.STEP_PRE else values[0]
 
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""
-        entry = HookAtSite(attachment, name, self, NO_MODEL)
-        attachment.entries[entry] = None
-        self.entries += (entry,)
-        kind = attachment.kind
-        self._register(optimizer, kind)
+        self.entries += (HookAtSite(attachment, name, self, NO_MODEL),)
+        self._register(optimizer, attachment.kind)
         if not _torch.being_walked(_torch.optimizer_hooks(optimizer, Kind.STEP_PRE)):
             self._register(optimizer, Kind.STEP_PRE)  # which counts the steps
 
@@ -171,21 +143,23 @@ class _OptimizerHooks(HookContainer):
             self._handles[kind] = getattr(Optimizer, f"register_{kind}_hook")(optimizer, hook)
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off."""
-        self.entries = tuple(other for other in self.entries if other is not entry)
-        _drop_unused()
+        """Take a hook off; with the last one go torch's hooks.
 
-    def tidy(self) -> None:
-        """Let go of torch's hooks if nothing needs them; under LOCK."""
-        if not self.entries:
-            self._steps.clear()
-            self._handles = {kind: handle for kind, handle in self._handles.items() if not _take_off(handle)}
+        One that torch is walking over does nothing meanwhile, and goes when the next hook here does.
+        """
+        self.entries = tuple(other for other in self.entries if other is not entry)
+        if self.entries:
+            return
+        self.steps.clear()
+        for kind, handle in tuple(self._handles.items()):
+            hooks = handle.hooks_dict_ref()
+            if hooks is None or not _torch.being_walked(hooks):
+                handle.remove()
+                del self._handles[kind]
 
 
 class _TorchHook:
     """What torch calls, for one optimizer and kind."""
-
-    __slots__ = ("__weakref__", "_kind", "hooks")
 
     def __init__(self, hooks: _OptimizerHooks, kind: Kind) -> None:
         self.hooks = hooks
@@ -193,29 +167,28 @@ class _TorchHook:
 
     @_torch.untraced  # an optimizer imports the compiler anyhow
     def __call__(self, optimizer: Optimizer, *given: Any) -> Any:
-        return self.hooks.run(self._kind, optimizer, given)
+        kind, steps = self._kind, self.hooks.steps
+        if not self.hooks.entries or (kind in _STEP_KINDS and _torch.is_inner_step(optimizer)):
+            return None
+        if kind is Kind.STEP_PRE:
+            steps[optimizer] = steps.get(optimizer, -1) + 1
+        values = given
+        due = [entry for entry in self.hooks.entries if entry.attachment.kind is kind]
+        for entry in sorted(due, key=lambda entry: entry.rank):
+            entry.count()
+            site = None
+            if entry.attachment.wants_site:
+                site = OptimizerSite(type(optimizer).__name__, optimizer, kind, steps.get(optimizer, -1))
+            result = entry.call(optimizer, values, site)
+            if result is not None and not entry.attachment.options.observe:
+                values = _edited(values, result, optimizer, entry)
+        if values is given:
+            return None
+        return values if kind is Kind.STEP_PRE else values[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves hooks out when it copies an optimizer; a subclass that does not, copies one that does nothing.
         return Inert, ()
-
-
-def _take_off(handle: RemovableHandle) -> bool:
-    """Take a hook out of torch's dictionary, unless torch is walking it; return whether it is out.
-
-    One that is not does nothing meanwhile, and goes with the next change.
-    """
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None and handle.id in hooks and _torch.being_walked(hooks):
-        return False
-    handle.remove()
-    return True
-
-
-def _drop_unused() -> None:
-    """Take off what nothing needs any more; under LOCK."""
-    for hooks in tuple(_ALL):
-        hooks.tidy()
 
 
 def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
@@ -247,8 +220,6 @@ def _edited(values: tuple[Any, ...], result: Any, optimizer: Optimizer, entry: H
     )
 
 
-_ALL: Final[WeakSet[_OptimizerHooks]] = WeakSet()
-"""Those of all optimizers; weak, because torch's dictionaries hold them."""
 _EVERYWHERE: Final = _OptimizerHooks()
 
 

@@ -176,7 +176,6 @@ def hook_leaf(attachment: Attachment, name: str, leaf: Tensor, counter: ForwardC
     # TorchScript modules keep no hooks.
     able = [(module, key) for module, key in owners if not isinstance(module, torch.jit.ScriptModule)]
     entry = _HookAtLeaf(attachment, name, leaf, counter, able)
-    attachment.entries[entry] = None
     for module in filter(None, (owner() for owner in entry.owners)):
         hooks_of_module(module).add(entry)
     if entry.places:

@@ -21,7 +21,7 @@ from hookline.errors import HookNeverFired, help_line
 from hookline.messages import caller_stacklevel, counted, listed
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
-from hookline.sites.kinds import FUNCTION, MODULE, STATE_KINDS, Kind
+from hookline.sites.kinds import FUNCTION, GRADIENT_KINDS, MODULE, STATE_KINDS, Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
 
@@ -193,7 +193,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     module = entry.container.module()
     if module is None:
         return "the module is gone"
-    if attachment.kind.is_gradient and entry.container.calls_seen:
+    if attachment.kind in GRADIENT_KINDS and entry.container.calls_seen:
         return f"it ran, but {_NO_BACKWARD}"
     if attachment.context is not None and not is_container(module):
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
@@ -212,7 +212,7 @@ def _cause_at_function(entry: HookAtSite, attachment: Attachment) -> str:
         "come as another operator (a Linear runs aten.addmm or aten.mm), or run compiled"
     )
     again = "or a reentrant checkpoint repeats its forward where none is seen (use_reentrant=False shows all)"
-    return f"{missed}; {_NO_BACKWARD}; {again}" if attachment.kind.is_gradient else missed
+    return f"{missed}; {_NO_BACKWARD}; {again}" if attachment.kind in GRADIENT_KINDS else missed
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:

@@ -5,8 +5,9 @@
 role, type, predicate, module, a list of these, None. ``functions.function_names`` and ``debug.compare`` take
 `name_matcher` for globs over other names.
 
-A new form of target needs a branch in `_matching`, in `describe`, in `_no_match`, and in ``hook_types.Target``. Names
-come out without wrappers (``wrappers``); users keep them in specs, caches and traces.
+A new form of target needs a branch in `_matching`, in `describe`, in `_no_match`, in ``hook_types.Target``, and, if it
+cannot be meant as a hook, its type in ``attach._TARGETS``; to name parameters, a branch in ``parameters``. Names come
+out without wrappers (``wrappers``); users keep them in specs, caches and traces.
 
     >>> from torch import nn
     >>> [name for name, _ in select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "#")]

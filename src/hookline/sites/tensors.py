@@ -245,7 +245,6 @@ class _HookInGraph(HookAtSite):
 
     def __init__(self, attachment: Attachment, name: str) -> None:
         super().__init__(attachment, name, HookContainer(), NO_MODEL)
-        attachment.entries[self] = None
 
     @property
     def attachment(self) -> Attachment:

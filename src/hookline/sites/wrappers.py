@@ -1,7 +1,8 @@
 """Look through modules that only wrap another one, and name modules as if nothing were wrapped.
 
 ``targets`` and everything that names modules call `walk` or `clean_modules`; ``module_hooks``, ``training``, ``watch``
-and others call `unwrap` for the model to count or save. ``torch.compile``, DDP, FSDP, DataParallel, activation
+and others call `unwrap` for the model to count or save; ``capture``, ``receipt`` and ``engines`` find a module by its
+name by `submodule`. ``torch.compile``, DDP, FSDP, DataParallel, activation
 checkpointing, weight averaging and PEFT each keep the module they wrap as a child of theirs, whose key then sits in
 every name below. A wrapper is known by the type of the parent: a user's own attribute called ``module`` is an attribute
 like any other.
@@ -16,7 +17,7 @@ it is wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -122,7 +123,8 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
     """Return the module of a clean name, inside its wrappers; AttributeError if there is none."""
     layers = list(_layers(model))
     for part in name.split(".") if name else ():
-        child = _child(reversed(layers), part)
+        found = (layer._modules[part] for layer in reversed(layers) if part in layer._modules)
+        child = next(found, None)
         if child is None:
             raise AttributeError(f"{type(layers[-1]).__name__} has no module {part!r}")
         layers = list(_layers(child))
@@ -137,8 +139,3 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
         inner = module._modules[key]
         assert inner is not None
         yield from _layers(inner)
-
-
-def _child(layers: Iterable[nn.Module], part: str) -> nn.Module | None:
-    # By items: the children of a ScriptModule are in no real dictionary.
-    return next((child for layer in layers for key, child in layer._modules.items() if key == part), None)

@@ -33,7 +33,7 @@ from pydantic_core import ArgsKwargs
 from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
-from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
+from hookline.sites.kinds import CALL_KINDS, FUNCTION, MODULE, Kind, SiteType
 
 _ON_FUNCTION: Final = "function_"
 _UNKNOWN_KEY: Final = "unexpected_keyword_argument"
@@ -147,7 +147,7 @@ class HookSpec:
     def __post_init__(self) -> None:
         """Raise for an option that does not go with the others."""
         kind, _ = self.kind_and_site_type
-        if self.every is not None and not (kind.is_call or kind is Kind.PARAM_GRAD):
+        if self.every is not None and kind not in (*CALL_KINDS, Kind.PARAM_GRAD):
             raise OptionError(f"every counts forwards of the model, and on={self.on!r} does not go by those.")
         if self.observe:
             kind.check_option("observe")

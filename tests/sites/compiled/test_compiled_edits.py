@@ -112,6 +112,14 @@ def test_an_in_place_change_that_would_be_lost_is_an_error(mode: Any) -> None:
         assert torch.equal(run(x), model(x))
 
 
+def test_arguments_that_do_not_fit_are_an_error_that_names_the_hook() -> None:
+    """Of a pre-hook with keyword arguments; in compiled code as in eager code."""
+    model = Blocks(1)
+    hl.attach(model, "layers.0", lambda module, args, kwargs: args, on="forward_pre", with_kwargs=True, name="mine")
+    with pytest.raises(RuntimeError, match=r"'mine' on 'layers\.0' takes kwargs.*got \(Tensor\)"):
+        compiled(model)(torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
     """Raw observer, edit, plain hook, edit, observer: each sees what it sees in eager code."""

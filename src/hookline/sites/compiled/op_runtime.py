@@ -28,8 +28,8 @@ from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
-from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
-from hookline.sites.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
+from hookline.sites.hook_at_site import next_order, open_contexts
+from hookline.sites.module_hooks import ModuleHooks, hooks_with_key, run_one_post, run_one_pre
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients import Moments
     from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.module_hooks import ModuleHooks
-
-_EDIT: Final = OrderGroup.EDIT
 
 
 @dataclass(slots=True)
@@ -139,7 +136,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
     module = module_hooks.module() if module_hooks is not None else None
     if not entries or module is None:
         return
-    may_edit = bool(tensors) and any(entry.attachment.order_group is _EDIT for entry in entries)
+    may_edit = bool(tensors) and any(not entry.attachment.options.observe for entry in entries)
     counting = torch.is_inference_mode_enabled() and may_edit
     with torch.inference_mode(False) if counting else _NO_CONTEXT:  # tensors of inference mode have no version
         copies = [tensor.detach().clone() for tensor in tensors]
@@ -152,7 +149,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int],
         for entry in entries:
             versions = [copy._version for copy in copies] if may_edit else []
             run_one(entry, module, *values)
-            if may_edit and [copy._version for copy in copies] != versions and entry.attachment.order_group is _EDIT:
+            if may_edit and [copy._version for copy in copies] != versions and not entry.attachment.options.observe:
                 raise HookReturnError(
                     f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} changed its "
                     "tensors in place, in compiled code: it was shown copies, so the change is lost. Have it return "
@@ -195,7 +192,7 @@ class _Receivers:
     """The hooks behind one operator and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
-        self.changes = HookChanges.count
+        self.changes = ModuleHooks.changes
         self._keys = keys  # kept, so that their ids stay theirs
         self.entries: list[HookAtSite] = []
         by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
@@ -214,7 +211,7 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
     receivers = known.get(at)
-    if receivers is None or receivers.changes != HookChanges.count:
+    if receivers is None or receivers.changes != ModuleHooks.changes:
         if len(known) >= _GRAPHS:
             known.clear()
         receivers = known[at] = _Receivers(list(keys), what)

@@ -19,13 +19,13 @@ first: change all together.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hookline import tree
-from hookline.errors import OptionError
+from hookline.errors import HookReturnError, OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.value_layout import Parts, describe
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.module_hooks import Slot
 
 
@@ -69,6 +70,28 @@ def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     if plan and torch.is_grad_enabled() and not _torch.exporting():
         return _enter_gradients(hook, plan, args, kwargs)
     return (args, kwargs) if "e" in steps else None
+
+
+def new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a pre-hook's return value asks for; eager calls ask too."""
+    if not entry.attachment.options.with_kwargs:
+        return result if isinstance(result, tuple) else (result,), kwargs
+    if isinstance(result, tuple) and len(result) == 2:
+        args, named = result
+        if isinstance(args, tuple) and isinstance(named, dict):
+            return args, named
+    found = type(result).__name__
+    if isinstance(result, tuple):
+        found = f"({', '.join([type(part).__name__ for part in result])})"
+    _refuse_arguments(entry.attachment.name, entry.name, found)
+
+
+@_torch.constant_while_tracing
+def _refuse_arguments(hook: str, site: str, found: str) -> NoReturn:
+    raise HookReturnError(
+        f"forward_pre hook {hook!r} on {site!r} takes kwargs, so it must return None or (new_args, new_kwargs), "
+        f"a tuple and a dict, but got {found}."
+    )
 
 
 def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -127,9 +150,8 @@ def _edit(hook: Slot, steps: str, place: int, module: nn.Module, values: tuple[A
     attachment = entry.attachment
     if attachment.context is not None:
         _refuse_scoped(attachment.name)
-    with_kwargs = attachment.options.with_kwargs
     args, kwargs, *output = values
-    given = values if with_kwargs else (args, *output)
+    given = values if attachment.options.with_kwargs else (args, *output)
     if attachment.wants_site:
         result = entry.hook(module, *given, site=Site(entry.name, module, attachment.kind))
     else:
@@ -138,10 +160,7 @@ def _edit(hook: Slot, steps: str, place: int, module: nn.Module, values: tuple[A
         return values
     if output:
         return args, kwargs, result
-    if with_kwargs:
-        args, kwargs = result
-        return args, kwargs
-    return result if isinstance(result, tuple) else (result,), kwargs
+    return new_arguments(entry, result, kwargs)
 
 
 @_torch.constant_while_tracing

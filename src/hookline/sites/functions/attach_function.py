@@ -45,7 +45,7 @@ from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.gradients import GradientCall, GradientHooks
 from hookline.sites.handle import HookHandle, attaching
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, FunctionSite, HookAtSite, HookContainer, next_order
-from hookline.sites.kinds import FUNCTION, Kind
+from hookline.sites.kinds import FUNCTION, GRADIENT_KINDS, Kind
 from hookline.sites.module_hooks import LOCK, counter_of, hooks_of_module
 from hookline.sites.receipt import NOT_CALLED
 from hookline.sites.targets import found_by
@@ -137,7 +137,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, began)
         for place in places:
             each = for_classes if isinstance(place.func, type) else scope
-            attachment.entries[each.add(attachment, place)] = None
+            each.add(attachment, place)
         _publish()
     return handle
 
@@ -149,7 +149,7 @@ def _able(attachment: Attachment, places: list[Place]) -> list[Place]:
     """
     kind = attachment.kind
     operator = next((place for place in places if place.is_operator), None)
-    if operator is not None and kind.is_gradient:
+    if operator is not None and kind in GRADIENT_KINDS:
         raise KindError(
             f"on={kind.value!r} does not go with {operator.name}: operators are seen below autograd, where there are "
             "no gradients. Hook the function of torch that calls it, the module, or a torch.autograd.Function."
@@ -494,7 +494,7 @@ class Scope(HookContainer):
         """Return one entry of each attachment."""
         yield from {entry.attachment: entry for entry in self.hooks}.values()
 
-    def add(self, attachment: Attachment, place: Place) -> HookAtSite:
+    def add(self, attachment: Attachment, place: Place) -> None:
         """Put a hook on a function; `_publish` makes it count."""
         entry = HookAtSite(attachment, place.name, self, self.counter)
         if isinstance(place.func, type):
@@ -503,7 +503,6 @@ class Scope(HookContainer):
             _PATCHED[place.func].users.add(attachment)
             entry.hook = _unseen(entry.hook)
         self.hooks[entry] = place.func
-        return entry
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; `_publish` makes that count."""
