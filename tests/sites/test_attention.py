@@ -13,6 +13,7 @@ import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hookline as hl
 from hookline.errors import CaptureError, HookReturnError, NoMatchError, OptionError, TargetError, UnhookableError
+from hookline.sites.compiled import recompile_guard
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 LONG = {**BASE, "max_position_embeddings": 64}
@@ -567,6 +569,17 @@ def test_hooks_that_come_off_during_a_forward_and_two_threads(ids: Tensor) -> No
     with hl.attach(model, "role:q", lambda module, args, output: None, observe=True), ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: model(ids), range(40)))
     assert all(torch.equal(found[0], each) for each in found)
+
+
+def test_an_interrupt_while_parts_are_switched_on_leaves_nothing(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Own()
+    with monkeypatch.context() as patched:
+        patched.setattr(recompile_guard, "bind_forward", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            hl.attach(model, "role:q", lambda module, args, output: None)
+    with hl.capture(model, "role:q") as cache:
+        model(ids)
+    assert cache.names == ("layers.0.attn:q", "layers.1.attn:q")
 
 
 def test_models_go_when_nobody_has_them(ids: Tensor) -> None:

@@ -455,7 +455,7 @@ class CaptureRecorder:
         opens, scope = self.opens_calls, self.scope
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            # The attachment does not ask, as a call that it keeps from us would look like no call at all in `_reason`.
+            # The attachment does not ask: a call that it keeps from us would look like no call at all in `_why_none`.
             if scope is not None and scope not in open_contexts():
                 return
             if _torch.in_recomputation():

@@ -114,7 +114,7 @@ def _labels(what: str, names: Sequence[Any], drawn: range) -> Sequence[Any]:
     """Return the names of the rows or columns that are drawn, or their numbers; ``names`` has one for each or none."""
     if len(names) not in (0, drawn.stop):
         raise OptionError(f"{what}= has {len(names)} names, and the heat map has {drawn.stop} {what}.")
-    return [*names][:: drawn.step] if len(names) else drawn
+    return [*map(str, names)][:: drawn.step] if len(names) else drawn
 
 
 def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64], range, range, str]:

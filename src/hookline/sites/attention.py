@@ -130,17 +130,21 @@ class AttentionParts:
         layer = _served_layer(module)
         kind = next(filter(None, map(_own_interface_of, module.modules())), None) if layer is None else None
         self.goes_by_interface = kind is not None
-        for inner in callers:
-            inner.__dict__[_PARTS] = self
-        called, forward = (module, _forward) if layer is None else (layer, _forward_by_token)
-        recompile_guard.set_own_forward(called, wanted=False)
-        own = called.__dict__.get("forward")
-        if _OWN not in called.__dict__:  # else ours is there, below that of somebody else, which calls it
-            recompile_guard.bind_forward(called, forward)
-            called.__dict__[_OWN] = own
-        if kind is not None:
-            _count_interface(kind, 1)
-            self._give_back = weakref.finalize(module, _count_interface, kind, -1)
+        try:
+            for inner in callers:
+                inner.__dict__[_PARTS] = self
+            called, forward = (module, _forward) if layer is None else (layer, _forward_by_token)
+            recompile_guard.set_own_forward(called, wanted=False)
+            own = called.__dict__.get("forward")
+            if _OWN not in called.__dict__:  # else ours is there, below that of somebody else, which calls it
+                recompile_guard.bind_forward(called, forward)
+                called.__dict__[_OWN] = own
+            if kind is not None:
+                _count_interface(kind, 1)
+                self._give_back = weakref.finalize(module, _count_interface, kind, -1)
+        except BaseException:  # Ctrl-C
+            self._switch_off(module)
+            raise
 
     def _switch_off(self, module: nn.Module) -> None:
         for inner in _callers_in(module):
@@ -150,7 +154,7 @@ class AttentionParts:
         ours = getattr(recompile_guard.stands_for(module.__dict__.get("forward")), "__func__", None)
         if ours not in (_forward, _forward_by_token):
             return  # somebody has put another in front, which calls ours: that does nothing any more
-        own = module.__dict__.pop(_OWN)
+        own = module.__dict__.pop(_OWN, None)
         recompile_guard.unbind_forward(module)
         if own is not None:
             module.__dict__["forward"] = own
@@ -298,7 +302,7 @@ def _own_interface_of(module: nn.Module) -> type | None:
 def _count_interface(kind: type, change: int) -> None:
     """Have an interface hand out functions that know parts, for as long as a module needs it."""
     _USERS[kind] += change
-    if kind not in _REPLACED:
+    if change > 0 and kind not in _REPLACED:
         original = vars(kind)[_INTERFACE]
         _REPLACED[kind] = original, _handing_out(original)
         setattr(kind, _INTERFACE, _REPLACED[kind][1])

@@ -747,6 +747,8 @@ class GradientCall(BackwardCall):
         state.edges = {}
         state.watches = bool(hooks.backward)
         only = args[0] if len(args) == 1 and not kwargs and not hooks.edits_gradients else None
+        if isinstance(only, Tensor) and not only.requires_grad:
+            return args, state
         if not isinstance(only, Tensor) or only.grad_fn is None:
             return self._enter_any(args, kwargs, state)
         if hooks.uses_input_once and state.watches and not only.is_nested:
@@ -812,7 +814,7 @@ class GradientCall(BackwardCall):
     def _check_editable(self) -> None:
         """Raise for a module that changes its input in place, if its ``inplace`` says so.
 
-        Torch allows no in-place change of what comes out of a gate. Functions that do so have no such hooks.
+        Torch allows no in-place change of what comes out of a gate. Functions whose names say so have no such hooks.
         """
         module = self._module
         if getattr(module, "inplace", False) is True:

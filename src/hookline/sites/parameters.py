@@ -68,6 +68,15 @@ class _HookAtLeaf(HookAtSite):
         hooks = self.container.hooks_of_leaf()
         return hooks is not None and _torch.leaf_hooks(leaf) is hooks
 
+    def is_in_place(self) -> bool:
+        """Return whether a module shows the hook's leaf under its name, so that nobody has to look for it."""
+        if not self.places:
+            return True
+        owner, key = self.places[0]
+        module = owner()
+        leaf = None if module is None else module._parameters.get(key)
+        return leaf is not None and self.is_on(leaf)
+
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
         """Return the parameter that has the hook's name now; None if none has.
 
@@ -151,8 +160,9 @@ def _follow(counter: ForwardCounter) -> None:
     """Move every hook whose name has another parameter now; called when a forward begins."""
     attachments = [attachment for attachment in tuple(counter.users) if attachment.kind is Kind.PARAM_GRAD]
     entries = [entry for attachment in attachments for entry in attachment.members() if isinstance(entry, _HookAtLeaf)]
-    shards = _torch.fsdp_shards() if entries else {}
-    now = [(entry, entry.leaf_now(shards)) for entry in entries]
+    moved = [entry for entry in entries if not entry.is_in_place()]
+    shards = _torch.fsdp_shards() if moved else {}  # which goes through all parameters of the process
+    now = [(entry, entry.leaf_now(shards)) for entry in moved]
     lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]
     if not lost or _torch.in_functional_call():
         return

@@ -254,13 +254,15 @@ def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias() -> None:
         hl.attach_function("torch.Tensor.add_", lambda fn, grads, _: grads, on="backward")
 
 
-def test_the_gradient_of_what_is_given_back_is_edited_and_a_leaf_stays_one() -> None:
-    """``contiguous`` gives most tensors back as they are: their gradients come through it all the same."""
+def test_what_is_given_back_stays_itself_and_can_be_written() -> None:
+    """``contiguous`` gives most tensors back as they are: an alias of one would be a view that nobody may change."""
     x = torch.ones(2, requires_grad=True)
-    with hl.attach_function("*.contiguous", lambda fn, grad_inputs, _: (2 * grad_inputs[0],), on="backward"):
+    with hl.attach_function("*.contiguous", lambda fn, grad_inputs, _: grad_inputs, on="backward"):
+        y = x * 1
         assert x.contiguous() is x
-        (x * 1).contiguous().sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 2.0))
+        assert y.contiguous() is y
+        y.contiguous().add_(1).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
 
 
 @pytest.mark.parametrize("glob", ["*", "torch.*", "torch.Tensor.*"])

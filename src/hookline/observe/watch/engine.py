@@ -412,7 +412,7 @@ class StatsEngine:
         """
         device = notes[0][1].device
         kernel = self.kernel(device)
-        if kernel is None:
+        if kernel is None or any(tensor.dtype not in READ for _, tensor, _ in notes):
             return partial(self._take_notes, device, notes)
         launch = kernel.prepare([(tensor, self.row(place, device), None) for place, tensor, _ in notes])
 

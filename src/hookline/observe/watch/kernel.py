@@ -278,7 +278,7 @@ class Kernel:
             launches.append(("reduce_chunks", self._constants_of(*group), (programs, 1, 1), arguments))
         merged = (at, at + len(table) * 8, to, slot, self._num_added)
         launches.append(("merge_slots", (_MERGED,), (len(rows) // 2, self._width, 1), merged))
-        return functools.partial(self._launch_all, launches, (uploaded, slots))
+        return self._call_of(launches, (uploaded, slots))
 
     def _constants_of(self, dtype: torch.dtype, aligned: bool) -> tuple[Any, ...]:
         """Return the constants of ``reduce_chunks`` for tensors of a type, which are ``aligned`` to 16 bytes or not."""
@@ -295,10 +295,27 @@ class Kernel:
 
     # -- launching ---------------------------------------------------------------------------------------
 
-    def _launch_all(self, launches: Sequence[_Launch], held: tuple[Tensor, ...]) -> None:
-        """Make launches; ``held`` is the memory that they use, which has to live as long as they are made."""
-        for launch in launches:
-            self._launch(*launch)
+    def _call_of(self, launches: Sequence[_Launch], held: tuple[Tensor, ...]) -> Callable[[], None]:
+        """Return the call that makes launches; ``held`` is the memory that they use, which lives as long as the call.
+
+        Programs are looked up at the first call: that takes the host longer than the launches themselves.
+        """
+        bound: list[tuple[Any, tuple[Any, ...]]] = []
+
+        def call(held: tuple[Tensor, ...] = held) -> None:
+            for run, arguments in bound:
+                run(*arguments)
+            if not bound:
+                for launch in launches:
+                    self._launch(*launch)
+                programs = [self._compiled[name, constants] for name, constants, _, _ in launches]
+                if None not in programs:
+                    bound.extend(
+                        (program[grid], (*arguments, *constants))
+                        for program, (_, constants, grid, arguments) in zip(programs, launches, strict=True)
+                    )
+
+        return call
 
     def _launch(
         self, name: str, constants: tuple[Any, ...], grid: tuple[int, int, int], arguments: tuple[int, ...]
@@ -348,6 +365,7 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
 def _compares_pairs(device: torch.device) -> bool:
     """Return whether the device compares two numbers of 16 bits by one instruction, as NVIDIA's do since Hopper."""
     nvidia = device.type == "cuda" and torch.version.hip is None

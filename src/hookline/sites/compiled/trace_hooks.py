@@ -62,7 +62,7 @@ class _Serial(threading.local):
 
 
 def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Trace the pre-hooks; return the arguments to go on with, if they are others."""
+    """Trace the pre-hooks; return the arguments to go on with; None where none of them edits."""
     steps, _, plan, ticks, _ = hook.recipe.split("/")
     if ticks and not _torch.exporting():
         ops.BEGIN(hook.key, _serial(), torch.is_grad_enabled())

@@ -24,7 +24,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import pkgutil
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -120,7 +120,9 @@ def _made(node: Any, streams: dict[str, Iterator[Any]]) -> Any:
     items = [_made(item, streams) for item in rest]
     plain = tuple(items) if letter == "(" else dict(zip(items[::2], items[1::2], strict=True))
     try:
-        return _construct(_CLASSES.get(name) or pkgutil.resolve_name(name), plain)
+        module, _, path = name.partition(":")
+        cls = _CLASSES.get(name) or functools.reduce(getattr, path.split("."), sys.modules[module])
+        return _construct(cls, plain)
     except Exception:  # there is no class of that name, or whatever its constructor may raise
         return plain
 

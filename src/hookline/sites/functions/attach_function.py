@@ -371,9 +371,11 @@ class FunctionHooks(GradientHooks):
         if passed is not given:
             args, kwargs = _with_tensors((args, kwargs), passed)
         output = run(*args, **kwargs)
-        if passed is not inputs:  # a leaf that is given back, as by ``to``, has to stay a leaf, and no alias of one
-            leaves = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True) if tensor.is_leaf}
-            output = tree.replace(output, lambda tensor: leaves.get(id(tensor), tensor))
+        if (
+            passed is not inputs
+        ):  # what is given back, as by ``to``, stays itself: torch lets nobody write into an alias
+            originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
+            output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
         outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
         now = thread.hooks_on(self._func)
         edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
