@@ -32,14 +32,13 @@ FUNCTIONS = _named("""
         patch
         record register_hooks rollback saved_tensors step_loop trace watch write_report
     debug: read_trace trace_outputs find_bad_operations doctor bisect packed_rows padded_rows
-        read_flight replay_check
+        read_flight replay_check alarm
     distributed: gather_objects is_distributed rank_count this_rank
     edits: ablate mean_ablate replace scale steer swap
     guard: rollback
     metta: attach_fisher_information_hooks attach_gradient_flow_hooks attach_relu_activation_hooks
         attach_relu_gradient_flow_hooks attach_saturated_activation_hooks build_extractor compute_dead_neuron_stats
         compute_saturated_activation_stats
-    observe: alarm
     report: load_run load_runs write_report
     serve: load make_app
     sglang: register_forward_hook_for_model
@@ -64,13 +63,13 @@ CLASSES = _named("""
     debug: PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
         TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation
         Diagnosis FoundHook SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
-        RenameRule Flight FlightRecorder Replay
+        RenameRule Flight FlightRecorder Replay StepAlarm Trouble
     distributed: Exchange
     edits: Edit
     guard: Guard ModelDataContext
     metta: ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
-    observe: Cache Captured HeatMap Patch StepAlarm Trouble Watch
+    observe: Cache Captured HeatMap Patch Watch
     report: LoadedRun
     serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
     sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper

@@ -1,10 +1,10 @@
-"""Write a file as a whole, or append to it, and let one process at a time work on something.
+"""Write a file as a whole, and let one process at a time work on something.
 
 `replace_file` writes pages, ``run.json``, positions of sinks, checkpoints and other files of tensors: a reader finds
-the old content or the new one, never half of it. `AppendFile` is for record logs and the files of sinks. `take_lock` is
-for record logs (one writer), the helper process of the sinks and folders of checkpoints: the lock is a file, removed on
-release, and the system frees the lock of a process that died. To close any handle of a locked file frees the lock of
-this process, so a lock has a file of its own, beside what it is for, that nobody else opens.
+the old content or the new one, never half of it. `take_lock` is for record logs (one writer), the helper process of the
+sinks and folders of checkpoints: the lock is a file, removed on release, and the system frees the lock of a process
+that died. To close any handle of a locked file frees the lock of this process, so a lock has a file of its own, beside
+what it is for, that nobody else opens.
 """
 
 from __future__ import annotations
@@ -43,62 +43,6 @@ def replace_file(path: Path, write: str | bytes | Callable[[Path], object]) -> N
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-class AppendFile:
-    """A file to which bytes are appended by one system call: all of them or none, and which can be cut back.
-
-    What is written survives the death of the process, and a power failure after ``sync``.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.descriptor = -1
-        """The record log calls ``os.write`` with it, to save a call, and `write_rest` if that did not write all."""
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-
-    @property
-    def size(self) -> int:
-        """Bytes so far. The system is asked: a count of our own would be wrong if Ctrl-C comes after a write."""
-        return os.fstat(self.descriptor).st_size
-
-    def write(self, content: bytes | bytearray) -> None:
-        """Append all of ``content``, or nothing of it and raise `OSError`."""
-        done = os.write(self.descriptor, content)
-        if done != len(content):
-            self.write_rest(content, done)
-
-    def write_rest(self, content: bytes | bytearray, done: int) -> None:
-        """Write ``content`` from byte ``done`` on, after a write that a full disk or a signal cut short.
-
-        If that fails, cut the file back to where it was before ``content``.
-        """
-        before = self.size - done
-        try:
-            while done < len(content):
-                done += os.write(self.descriptor, content[done:])
-        except BaseException:
-            os.ftruncate(self.descriptor, before)
-            raise
-
-    def truncate(self, size: int) -> None:
-        """Drop what was written after ``size`` bytes."""
-        os.ftruncate(self.descriptor, size)
-
-    def sync(self) -> None:
-        """Write what the system holds to the disk."""
-        os.fsync(self.descriptor)
-
-    def close(self) -> None:
-        """Close the file. May be called more than once."""
-        file, self.descriptor = self.descriptor, -1
-        if file >= 0:
-            os.close(file)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the process names may be gone, and the system closes the file
-            self.close()
 
 
 # -- locks ----------------------------------------------------------------------------------------------------

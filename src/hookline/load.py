@@ -1,9 +1,9 @@
 """Load the object that a name means: an experiment, a model, a hook, a sink.
 
 The command line (cli/commands.py), runs (find, build) and the helper process of the sinks call `load_object` with
-``path/file.py:Name`` or ``package.module:Name``; the adapters of trainers import their package in `needed_package`. An
-unknown name is an error that lists the names there are; an error inside a user's file is passed on unchanged. A file is
-run once and kept in `sys.modules` under its own name, so that pickle and dataclasses find its classes.
+``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error that lists the names there are; an error
+inside a user's file is passed on unchanged. A file is run once and kept in `sys.modules` under its own name, so that
+pickle and dataclasses find its classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 
 
@@ -139,19 +139,3 @@ def _is_own(value: Any, module: ModuleType) -> bool:
         return False
     home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else module.__name__
     return home == module.__name__
-
-
-@contextmanager
-def needed_package(package: str, by: str) -> Iterator[None]:
-    """Import a package in this block; if it is not installed, say how to install it.
-
-    Args:
-        package: Its name, which is that of the extra of hookline too.
-        by: The module that needs it.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise  # the package is installed, but something that it imports is not
-        raise MissingPackageError(f"{by} needs the package {package}: pip install 'hookline[{package}]'.") from error

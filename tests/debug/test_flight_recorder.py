@@ -177,7 +177,7 @@ def outcome(tools: Collection[str], planted: Callable[[Tensor], Tensor], folder:
     with ExitStack() as on:
         hooks: list[Any] = []
         if "alarm" in tools:
-            alarm = on.enter_context(hl.observe.alarm(model, optimizer=optimizer))
+            alarm = on.enter_context(hl.debug.alarm(model, optimizer=optimizer))
         if "finder" in tools:
             check = find_bad_operations(model, optimizer, step_fn=run.step if whole else None, every=2 if whole else 16)
             on.enter_context(check)
@@ -226,7 +226,7 @@ def test_all_on_one_model_report_what_each_does_alone(planted: Any, whole: bool,
 def test_steps_of_an_intervention_are_no_steps_of_an_alarm() -> None:
     """The NaN is in the second step of the run, whatever was trained and put back before."""
     run = Run(log_of_negative, when=1)
-    with hl.observe.alarm(run.model, optimizer=run.optimizer) as alarm:
+    with hl.debug.alarm(run.model, optimizer=run.optimizer) as alarm:
         run.step(run.data[0])
         with hl.rollback(run.model, run.optimizer), in_phase("intervention"):
             run.step(run.data[2])

@@ -101,7 +101,7 @@ def outcome(how: str, hooking: Any) -> list[Tensor]:
 def observers(model: nn.Module, optimizer: Any) -> list[Any]:
     watch = hl.watch(model, optimizer=optimizer)
     hl.attach_optimizer(optimizer, lambda *args: watch.to_metrics(), on="step_post")
-    return [watch, hl.watch(model, every=2), hl.observe.alarm(model, optimizer=optimizer)]
+    return [watch, hl.watch(model, every=2), hl.debug.alarm(model, optimizer=optimizer)]
 
 
 def meddler(model: nn.Module, optimizer: Any) -> list[Any]:
@@ -123,7 +123,7 @@ def test_a_watched_run_ends_with_the_same_bits(how):
 def test_the_first_trouble_names_step_micro_batch_rank_and_layer(fault):
     """On rank 1 in the second micro-batch of the third step, in an output or its gradient; from then on everywhere."""
     how, on, name, what = fault
-    logging.getLogger("hookline.observe.alarm").setLevel(logging.ERROR)
+    logging.getLogger("hookline.debug.alarm").setLevel(logging.ERROR)
     model = wrapped(house_net(), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     now = {"step": -1, "part": -1}
@@ -143,7 +143,7 @@ def test_the_first_trouble_names_step_micro_batch_rank_and_layer(fault):
         return tuple(grad * float("inf") for grad in grads) if is_now() else None
 
     hook = hl.attach(model, name, spoil if on == "forward" else spoil_gradient, on=on)
-    alarm = hl.observe.alarm(model, optimizer=optimizer)
+    alarm = hl.debug.alarm(model, optimizer=optimizer)
     train(model, how, optimizer, 4, parts=2, batches=batches)
     first, own = alarm.gather()[0], alarm.troubles[0]
     hook.remove()
@@ -168,7 +168,7 @@ def small() -> nn.Module:
 def test_an_alarm_in_one_process_counts_steps_by_hand_and_comes_off():
     """NaN in the second step; the table has it, the metrics count it, resetting forgets it."""
     model = small()
-    with hl.observe.alarm(model, on=["forward"]) as alarm:
+    with hl.debug.alarm(model, on=["forward"]) as alarm:
         for step in range(3):
             alarm.note_batch(f"batch {step}")
             model(torch.full((2, 4), float("nan") if step == 1 else 1.0)).sum().backward()
@@ -188,7 +188,7 @@ def test_evaluations_between_steps_are_no_micro_batches():
     """A forward that does not count begins no micro-batch."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+    with hl.debug.alarm(model, optimizer=optimizer) as alarm:
         for part in range(3):
             model.eval()
             with torch.no_grad():
@@ -203,7 +203,7 @@ def test_where_parts_of_the_model_are_called_their_calls_are_micro_batches():
     """As Lightning calls ``training_step``: the model's own forward is not called."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+    with hl.debug.alarm(model, optimizer=optimizer) as alarm:
         for step in range(2):
             for part in range(3):
                 alarm.note_batch(f"{step}.{part}")

@@ -533,6 +533,6 @@ def test_a_watch_among_the_hooks_reads_gradients_before_the_step() -> None:
         counted, expected = watch.to_metrics(), own.to_metrics()
     assert counted == expected
     assert counted["weight/param_grad/norm"] == pytest.approx((sum(one * one for one in norms) / 3) ** 0.5)
-    assert (watch.steps, watch.step_is) == (3, "the optimizer's step")
+    assert (watch.steps, watch.report()["step"]) == (3, "the optimizer's step")
     for one in (watch, own):
         one.remove()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hookline.errors import MissingPackageError
-from hookline.load import needed_package
+from hookline.integrations.host_run import needed_package
 
 
 @pytest.mark.parametrize("adapter", ["transformers", "accelerate", "lightning"])

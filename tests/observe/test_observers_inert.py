@@ -168,7 +168,7 @@ def capturing(**options: Any) -> Observer:
 @contextmanager
 def alarmed(model: nn.Module, *, optimizer: torch.optim.Optimizer, scaler: Any) -> Iterator[Any]:
     """An alarm, which sorts places by their first bad calls in each step in which it is raised."""
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+    with hl.debug.alarm(model, optimizer=optimizer) as alarm:
         yield nullcontext
     found = {trouble.step: trouble.place for trouble in reversed(alarm.troubles)}
     assert found == dict.fromkeys(range(STEPS), "bad/forward")

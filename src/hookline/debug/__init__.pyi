@@ -35,6 +35,9 @@ from hookline.debug.first_bad.find_bad_operations import find_bad_operations as 
 from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
 from hookline.debug.first_bad.replay_check import Replay as Replay
 from hookline.debug.first_bad.replay_check import replay_check as replay_check
+from hookline.debug.first_bad.step_alarm import StepAlarm as StepAlarm
+from hookline.debug.first_bad.step_alarm import Trouble as Trouble
+from hookline.debug.first_bad.step_alarm import alarm as alarm
 from hookline.debug.parity.parity import Parity as Parity
 from hookline.debug.parity.parity import ParityCallback as ParityCallback
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker

@@ -16,9 +16,8 @@ from hookline.error_policy import warn_user
 from hookline.errors import OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
-from hookline.integrations.host_run import HostLogSink, check_report_to
+from hookline.integrations.host_run import HostLogSink, check_report_to, needed_package
 from hookline.lifecycle import checkpoint_file
-from hookline.load import needed_package
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sites.functions.wrapped import wrapped

@@ -11,8 +11,8 @@ import inspect
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hookline.distributed.ranks import rank_count
 from hookline.error_policy import warn_user
-from hookline.errors import LifecycleError, OptionError
+from hookline.errors import LifecycleError, MissingPackageError, OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
@@ -947,3 +947,22 @@ class HostCallback:
     def _log(self, metrics: dict[str, float], step: int) -> None:
         """Hand metrics to the loggers of the trainer."""
         raise NotImplementedError
+
+
+# -- packages of trainers -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def needed_package(package: str, by: str) -> Iterator[None]:
+    """Import a package in this block; if it is not installed, say how to install it.
+
+    Args:
+        package: Its name, which is that of the extra of hookline too.
+        by: The module that needs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise  # the package is installed, but something that it imports is not
+        raise MissingPackageError(f"{by} needs the package {package}: pip install 'hookline[{package}]'.") from error

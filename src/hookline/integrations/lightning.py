@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.error_policy import warn_user
-from hookline.integrations.host_run import HostCallback
-from hookline.load import needed_package
+from hookline.integrations.host_run import HostCallback, needed_package
 from hookline.phases import phase
 from hookline.sites.functions.wrapped import wrapped
 from hookline.tree import copied

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.error_policy import warn_user
 from hookline.errors import LifecycleError
-from hookline.integrations.host_run import HostCallback
+from hookline.integrations.host_run import HostCallback, needed_package
 from hookline.lifecycle import checkpoint_file
-from hookline.load import needed_package
 from hookline.sites.functions.wrapped import wrapped
 
 with needed_package("transformers", __name__):

@@ -4,9 +4,6 @@ from hookline.observe.capturing import Cache as Cache
 from hookline.observe.capturing import Captured as Captured
 from hookline.observe.heat_map import HeatMap as HeatMap
 from hookline.observe.patching import Patch as Patch
-from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
-from hookline.observe.watch.step_alarm import Trouble as Trouble
-from hookline.observe.watch.step_alarm import alarm as alarm
 from hookline.observe.watch.watch import Watch as Watch
 
 __all__: list[str]

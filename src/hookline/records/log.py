@@ -31,8 +31,9 @@ import orjson
 
 from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
-from hookline.files import AppendFile, FileLock, replace_file, take_lock
+from hookline.files import FileLock, replace_file, take_lock
 from hookline.messages import type_name
+from hookline.records.append_file import AppendFile
 from hookline.records.sink import MetricSink, Record, RunSink, StepSeries, check_sink
 from hookline.when import HookPoint
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from hookline.error_policy import warn_user
 from hookline.errors import MissingPackageError, OptionError
-from hookline.files import AppendFile
 from hookline.messages import type_name
+from hookline.records.append_file import AppendFile
 
 
 class StepSeries(list[Any]):

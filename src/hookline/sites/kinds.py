@@ -208,11 +208,7 @@ STATE_KINDS: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
 _EDITING: Final = frozenset(
-    {
-        *(Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD, Kind.FULL_BACKWARD),
-        *STORED.args,
-        *(Kind.STEP_PRE, Kind.GRAD, Kind.NODE_PRE, Kind.NODE_POST),
-    }
+    {*CALL_KINDS, Kind.FULL_BACKWARD, *STORED.args, Kind.STEP_PRE, Kind.GRAD, Kind.NODE_PRE, Kind.NODE_POST}
 )
 """The kinds whose hooks may return something in place of what they were shown."""
 KINDS_OF_OPTION: Final[dict[str, frozenset[Kind]]] = {

@@ -33,7 +33,7 @@ def test_several_listen_to_one_model_and_one_leaves_without_the_others() -> None
     """NaN in the second batch of step 2; evaluations with NaN before training are no part of a step."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    first, second = (hl.observe.alarm(model, optimizer=optimizer) for _ in range(2))
+    first, second = (hl.debug.alarm(model, optimizer=optimizer) for _ in range(2))
     finder = find_bad_operations(model, optimizer)
     model.eval()
     with torch.no_grad():
@@ -95,9 +95,9 @@ def test_one_who_ends_no_step_does_not_hide_the_micro_batches_of_another(monkeyp
     """As an alarm whose optimizer was made anew."""
     monkeypatch.setattr(monitor, "_MOST_PARTS", 3)
     model = small()
-    idle = hl.observe.alarm(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    idle = hl.debug.alarm(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+    with hl.debug.alarm(model, optimizer=optimizer) as alarm:
         train(model, optimizer)
     assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(2, 1)}
     idle.remove(quiet=True)
@@ -125,7 +125,7 @@ class OneDropout(nn.Module):
 def test_the_order_is_of_each_micro_batch() -> None:
     """In the first micro-batch the dropout is bad already in its first call; in the second one it is not."""
     model = OneDropout(LogOfNegative())
-    with hl.observe.alarm(model, on="forward") as alarm:
+    with hl.debug.alarm(model, on="forward") as alarm:
         model(torch.full((2, 4), float("nan")))
         model(torch.randn(2, 4))
         alarm.step()
@@ -147,7 +147,7 @@ class ZeroTimes(nn.Module):
 def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> None:
     model = OneDropout(OnceInfinite())
     model.drop = ZeroTimes()  # type: ignore[assignment]
-    with hl.observe.alarm(model, on="forward") as alarm:
+    with hl.debug.alarm(model, on="forward") as alarm:
         model(torch.randn(2, 4))
         alarm.step()
     assert [(each.what, each.place) for each in alarm.troubles] == [("Inf", "middle/forward"), ("NaN", "drop/forward")]

@@ -121,7 +121,7 @@ def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any]
 def test_what_is_no_optimizer_leaves_no_hook_on_the_others_or_the_model():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for product, given in ((hl.watch, [optimizer, model]), (hl.observe.alarm, model)):
+    for product, given in ((hl.watch, [optimizer, model]), (hl.debug.alarm, model)):
         with pytest.raises(hl.errors.UnhookableError, match="takes a torch"):
             product(model, optimizer=given)
     assert not optimizer._optimizer_step_pre_hooks

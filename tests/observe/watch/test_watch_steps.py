@@ -48,7 +48,7 @@ def test_an_optimizer_that_was_not_given_makes_the_steps_too():
             optimizer.step()
             has_hooks = any(module._forward_hooks for module in model)
             assert has_hooks is (step % 2 == 1)
-        assert (watch.steps, watch.step_is) == (4, "the optimizer's step")
+        assert (watch.steps, watch.report()["step"]) == (4, "the optimizer's step")
         report = watch.report()
     assert (report["fired"]["0/forward"], report["fired"]["0/backward"]) == (2 + 3, 2 + 3)
     assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
@@ -116,7 +116,7 @@ def test_steps_can_be_told_by_hand():
             model(batch(step))
             watch.step()
             grads.append(model[0].weight.grad.clone())
-    assert watch.step_is == "watch.step()"
+    assert watch.report()["step"] == "watch.step()"
     assert watch.steps == 3
     assert watch.report()["fired"] == {"0/forward": 6, "0.weight/param_grad": 3, "0.bias/param_grad": 3}
     assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))

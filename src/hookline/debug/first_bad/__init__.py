@@ -1,1 +1,1 @@
-"""Find the first bad operation of a step, check that a step repeats, record the last steps, switch hooks on."""
+"""Find the first bad operation, rank or layer of a step, check that a step repeats, record the last steps."""

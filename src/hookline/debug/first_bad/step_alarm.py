@@ -1,6 +1,6 @@
 """Say which rank, micro-batch and layer was the first with NaN or infinity.
 
-Users call `alarm` (``hookline.observe.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
+Users call `alarm` (``hookline.debug.alarm``). It listens to the steps of the model (`monitor`), forward by forward,
 and judges a step when it is over, in `StepAlarm._end_step`.
 
 It reads the columns of rows by number (``row.py``). Ranks exchange nothing before `gather`, which sends the troubles:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
 
-logger = logging.getLogger("hookline.observe.alarm")
+logger = logging.getLogger("hookline.debug.alarm")
 
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
@@ -86,14 +86,14 @@ def alarm(
 
     Recipe::
 
-        alarm = hookline.observe.alarm(model, optimizer=optimizer)
+        alarm = hookline.debug.alarm(model, optimizer=optimizer)
         for ids, batch in data:
             alarm.note_batch(ids)
             train_step(batch)
         print(alarm)
         first = alarm.gather()[:1]  # of all ranks; every rank has to call it
 
-    Each trouble is logged when its step is over (logger ``hookline.observe.alarm``), by the rank that has it; ranks ask
+    Each trouble is logged when its step is over (logger ``hookline.debug.alarm``), by the rank that has it; ranks ask
     each other nothing before `gather`. The run stays the run it would have been, bit for bit.
 
     Args:
@@ -111,7 +111,7 @@ def alarm(
 class StepAlarm(ShownAsTable):
     """The troubles that one `alarm` has found; prints as a table.
 
-    Recipe: ``alarm = hookline.observe.alarm(model, optimizer=optimizer)``; then ``print(alarm)``, ``alarm.troubles``.
+    Recipe: ``alarm = hookline.debug.alarm(model, optimizer=optimizer)``; then ``print(alarm)``, ``alarm.troubles``.
     Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
     """
 

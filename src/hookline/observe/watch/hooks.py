@@ -7,8 +7,7 @@ instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.p
 
 A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace (debug/compare), of each; `Steps` counts
 them. The step monitor (monitor.py) and analyses/layers.py call `checked_kinds`. The names of kinds stand again in
-engine.py (``_AT_ONCE``), ranks.py, watch.py, monitor.py, step_alarm.py and report/metric_series.py (``KINDS``): change
-them together.
+engine.py (``_AT_ONCE``), ranks.py, watch.py, monitor.py and report/metric_series.py (``KINDS``): change them together.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, `
 asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU (``debug.first_bad`` too),
 by `reduce_on_device` on devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine,
 `RankStats`, `Watch` and the ready hooks make metrics and tables of them. Columns are read by their numbers in hooks.py,
-monitor.py, step_alarm.py and ``debug.first_bad``. kernel.py uses `flat_view`, and fingerprints of traces `extremes`.
+monitor.py, engine.py, ranks.py, ``debug.first_bad`` and ``factories.streaming_stats``. kernel.py uses `flat_view`, and
+fingerprints of traces `extremes`.
 
 A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
 a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
@@ -402,7 +403,11 @@ def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = No
 
 
 def _row_of_nothing(layout: Layout, device: torch.device) -> Tensor:
-    return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=device)
+    # By operations of the device: a copy from the host would wait, and cannot be recorded as a CUDA graph.
+    row = torch.full((layout.width,), -math.inf, dtype=_WIDE, device=device)
+    row[: len(layout.added)] = 0.0
+    row[0] = 1.0
+    return row
 
 
 def factor_of(scale: Any) -> float:

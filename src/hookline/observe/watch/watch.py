@@ -206,11 +206,6 @@ class Watch(ShownAsTable):
         look = self._steps.last_look
         return None if look is None else self._steps.count - 1 - look
 
-    @property
-    def step_is(self) -> str:
-        """The definition of a step, in words."""
-        return self._steps.what
-
     def report(self) -> dict[str, Any]:
         """Return how often each place was looked at, what a step is, what was left out, and why a place is silent.
 
@@ -220,7 +215,7 @@ class Watch(ShownAsTable):
         fired = {place: int(count) for place, count in zip(places, rows[:, FIRES], strict=True)}
         quiet = [place for place, count in fired.items() if place.silent or not count]
         return {
-            "step": self.step_is,
+            "step": self._steps.what,
             "steps": self.steps,
             "left_out": self._passes.during.left_out,
             "fired": {place.label: count for place, count in fired.items()},
