@@ -2,8 +2,8 @@
 
 Every folder raises them. ``cli/main.py`` prints them, and ``serve/http/error_answers.py`` turns some classes into HTTP
 codes: change a class there too. Each is also the built-in error that a caller would expect, so ``except KeyError``
-catches a mistyped name given to ``attach``. A new class needs such a base, a line in the tree below and in ``__all__``,
-and a section of docs/errors.md with its name as the heading, to which `help_line` leads.
+catches a mistyped name given to ``attach``. A new class needs such a base, a line in the tree below and a section of
+docs/errors.md with its name as the heading, to which `help_line` leads.
 
     HooklineError
     ├── NoMatchError        KeyError             a target that selects nothing
@@ -37,14 +37,6 @@ and a section of docs/errors.md with its name as the heading, to which `help_lin
 from __future__ import annotations
 
 from typing import Final
-
-__all__ = [
-    "CaptureError", "CheckpointError", "CompareError", "ConfigError", "EngineBusy", "EngineClosed",
-    "GuardError", "HookCheckError", "HookNameError", "HookNeverFired", "HookReturnError", "HookSignatureError",
-    "HooklineError", "HooklineWarning", "HooksLeftError", "KindError", "LifecycleError", "MetricError",
-    "MissingPackageError", "NoMatchError", "NonFiniteError", "NotAllowedError", "OptionError", "RankError",
-    "ResumeError", "ScopeError", "TargetError", "TraceError", "UnhookableError",
-]  # fmt: skip
 
 DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
 """Where the pages are. The one place that says so: change it when they move."""

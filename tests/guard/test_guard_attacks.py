@@ -261,3 +261,51 @@ def test_a_guard_may_be_used_in_inference_mode_and_then_outside_of_it():
             guard.release()
         assert differing(before, portrait(run)) == []
     run.step()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning", "ignore:Sparse BSR:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
+def test_a_compressed_sparse_buffer_comes_back(layout: torch.layout) -> None:
+    """Torch's own check of layouts ends the process when it meets one."""
+    model = nn.Linear(4, 4)
+    blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsr else {}
+    model.register_buffer("links", torch.eye(4).to_sparse(layout=layout, **blocks))
+    with rollback(model, batch={"links": model.links.clone()}):
+        model.links.values().mul_(3)
+    assert torch.equal(model.links.to_dense(), torch.eye(4))
+
+
+def test_a_block_is_not_blamed_for_memory_that_an_earlier_one_left_longer() -> None:
+    """Torch does not shrink memory any more once NumPy has seen it."""
+    model = nn.Linear(4, 4)
+    guard = Guard(model)
+    guard.save(["trains"])
+    with guard.protecting("first"):
+        memory = model.weight.untyped_storage()
+        memory.resize_(2 * memory.nbytes())
+        model.weight.detach().numpy()
+    with guard.protecting("second", "reads") as receipt:
+        pass
+    assert receipt.touched == ()
+    guard.release()
+
+
+def test_a_parameter_that_is_frozen_between_firings_costs_no_new_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the discriminator of a GAN; what a block does to the flag is undone all the same."""
+    model, walked = nn.Linear(4, 4), []
+    walk = copies.RunWalk
+
+    def walk_and_count(roots: dict[str, object], *known: object) -> object:
+        walked.append(sorted(roots))
+        return walk(roots, *known)
+
+    monkeypatch.setattr(copies, "RunWalk", walk_and_count)
+    guard = Guard(model)
+    for frozen in (False, True, False):
+        model.weight.requires_grad_(not frozen)
+        guard.save(["trains"])
+        with guard.protecting("any"):
+            model.weight.requires_grad_(frozen)
+        assert model.weight.requires_grad is not frozen
+        guard.release()
+    assert sum("model" in roots for roots in walked) == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookline.errors import GuardError
 from hookline.guard import snapshot as copies
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, rollback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -133,3 +133,17 @@ def test_saving_and_restoring_do_not_wait_for_the_device():
             run.model.head.weight.data.zero_()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_that_comes_back_at_the_address_of_freed_memory_is_not_taken_for_it():
+    """The allocator gives the next tensor of that size the place of the one before."""
+    model = nn.Linear(512, 512, device="cuda")
+    before = model.weight.detach().clone()
+    with rollback(model) as receipt, torch.no_grad():
+        memory, length = model.weight.untyped_storage(), model.weight.untyped_storage().nbytes()
+        model.weight.data = torch.empty(0, device="cuda")
+        memory.resize_(0)
+        model.weight.data = torch.full((512, 512), 7.0, device="cuda")
+        memory.resize_(length)
+    assert torch.equal(model.weight, before)
+    assert "model.weight" in receipt.touched

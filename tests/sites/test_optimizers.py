@@ -167,6 +167,18 @@ def log_steps(optimizer: Twice) -> None:
         attach_optimizer(optimizer, lambda *args, kind=kind: optimizer.log.append(kind), on=kind)
 
 
+def test_a_hook_that_has_taken_itself_off_gives_its_place_up() -> None:
+    """Torch walks over it meanwhile; the next hook comes behind those that others have registered since."""
+    optimizer, log = make(), []
+    handle = hl.attach_optimizer(optimizer, lambda *args: handle.remove(), on="step_post")
+    optimizer.register_step_post_hook(lambda *args: log.append("theirs"))
+    optimizer.step()
+    with hl.attach_optimizer(optimizer, lambda *args: log.append("ours"), on="step_post"):
+        optimizer.step()
+    assert log == ["theirs", "theirs", "ours"]
+    assert len(dictionaries(optimizer)["step_post"]) == 1
+
+
 def test_a_step_that_calls_its_parents_step_is_one_step() -> None:
     """Before all of it and after all of it, where torch's own hooks run twice."""
     optimizer = twice()

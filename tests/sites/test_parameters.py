@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.sites._torch import parameter_hooks_of
+from hookline.sites.hook_at_site import HookAtSite
 
 
 class Twice(nn.Module):
@@ -193,6 +194,29 @@ def test_the_site_names_parameter_module_and_step():
         assert site.module.bias is parameter
         assert site.call == 0
         assert not site.recompute
+
+
+def test_a_forward_of_another_thread_may_begin_while_a_hook_is_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks where the parameters of all hooks are, those that are half made as well."""
+    model, errors = nn.Linear(1, 1), []
+    hl.attach(model, "weight", ignore, on="param_grad")
+    make = HookAtSite.__init__
+
+    def forward() -> None:
+        try:
+            model(torch.zeros(1, 1))
+        except Exception as error:
+            errors.append(error)
+
+    def make_slowly(entry: HookAtSite, *args: Any) -> None:
+        make(entry, *args)
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(HookAtSite, "__init__", make_slowly)
+    hl.attach(model, "bias", ignore, on="param_grad")
+    assert not errors
 
 
 def test_the_step_is_known_in_a_thread_that_ran_no_forward():

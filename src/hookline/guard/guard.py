@@ -247,6 +247,7 @@ class Guard:
         raise_if_lost(f"Hook {receipt.hook!r}", lost)
         return forbidden
 
+    @interrupts_deferred()
     def release(self) -> None:
         """Let go of what was saved; keep the memory for the next firing.
 

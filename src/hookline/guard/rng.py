@@ -21,8 +21,7 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -107,8 +106,7 @@ class RandomStates:
         return [*map(_spoken, moved), *others]
 
 
-@contextmanager
-def kept_rng(*, generators: Iterable[_Generator] = ()) -> Iterator[None]:
+class kept_rng:
     """Set all random streams back, when the block ends, to where they were.
 
     Recipe::
@@ -118,15 +116,19 @@ def kept_rng(*, generators: Iterable[_Generator] = ()) -> Iterator[None]:
 
     The block draws what the run would have drawn. May be nested.
     """
-    before = RandomStates(generators)
-    try:
-        yield
-    finally:
-        before.restore()
+
+    # A class: Ctrl-C at the end of a generator's block leaves its ``finally`` to the collector, in another run perhaps.
+    def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._before = RandomStates(self._generators)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._before.restore()
 
 
-@contextmanager
-def hook_rng(*, undone: bool = True, generators: Iterable[_Generator] = ()) -> Iterator[None]:
+class hook_rng(kept_rng):
     """Keep all streams for a firing, and let hooks draw other numbers than at the firing before.
 
     A stream goes on from where the run is, so that a forward with dropout drops what the next step would. If the run
@@ -136,26 +138,31 @@ def hook_rng(*, undone: bool = True, generators: Iterable[_Generator] = ()) -> I
     ``undone``: the firing has interventions. The guard sets streams back after each, so that at the end of the block
     nobody can see which streams were drawn from: all count as drawn.
     """
-    before, seed = RandomStates(generators), run_seed()
-    repeats: dict[str, int] = {}
-    for name, state in before.streams.items():
-        mark, earlier = _MARKS.get(name, (None, 0))
-        if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
-            repeats[name] = earlier + 1
-            _streams()[name][2](_hashed(name, mark, earlier + 1))
-    begin = _positions() if repeats and not undone else before.streams
-    _RUN_SEEDS.append(seed)
-    try:
-        yield
-    finally:
+
+    def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
+        super().__init__(generators=generators)
+        self._undone = undone
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        seed, self._repeats = run_seed(), dict[str, int]()
+        for name, state in self._before.streams.items():
+            mark, earlier = _MARKS.get(name, (None, 0))
+            if mark is not None and mark == _digest(state):  # hooks of an earlier firing found it here, and drew
+                self._repeats[name] = earlier + 1
+                _streams()[name][2](_hashed(name, mark, earlier + 1))
+        self._begin = _positions() if self._repeats and not self._undone else self._before.streams
+        _RUN_SEEDS.append(seed)
+
+    def __exit__(self, *exc_info: object) -> None:
         _RUN_SEEDS.pop()
-        drawn = before.streams
-        if not undone:  # a firing that draws nothing changes nothing for the next
+        drawn = self._before.streams
+        if not self._undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
-            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], begin[name])}
+            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
         for name, state in drawn.items():  # not before the block, since a firing inside has left its own marks
-            _MARKS[name] = _digest(state), repeats.get(name, 0)
-        before.restore(drawn.keys() | repeats.keys())
+            _MARKS[name] = _digest(state), self._repeats.get(name, 0)
+        self._before.restore(drawn.keys() | self._repeats.keys())
 
 
 def stream_states() -> dict[str, Any]:

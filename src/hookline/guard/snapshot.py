@@ -241,9 +241,9 @@ class SavedPart:
         self.identities = list(map(_torch.identity_of, self.tensors))
         self.copies, self.copied = MemoryCopies((), pool), frozenset[str]()
         """The kinds of the tensors that were copied."""
-        self._ask()
+        self.ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Begin to ask the tensors, which are as they should be now."""
         each = dict(enumerate(self.tensors))
         self._versions = Question({i: tensor for i, tensor in each.items() if not tensor.is_inference()}, _version_of)
@@ -252,10 +252,8 @@ class SavedPart:
         # refers to, and swapping gives it other memory.
         holders = {index: tensor for index, tensor in each.items() if type(tensor) is not Tensor}
         self._holding = Question(holders, _torch.identity_of, _torch.use_count, _hooks_of, type)
+        self._ask_memory()
         live = {index: self._live[index] for index in self.aliases}
-        storages = {index: alias.untyped_storage() for index, alias in self.aliases.items()}
-        self._lengths = Question(storages, torch.UntypedStorage.nbytes)
-        self._addresses = Question(live, Tensor.data_ptr)
         self._layouts = Question(live, _layout_of, Tensor.stride, Tensor.is_conj)
         # One call for layouts and flags of all, which takes an eighth of the time. It may say no where nothing differs:
         # then they are compared one by one. It does not see that a view is conjugated, so complex tensors are always
@@ -264,13 +262,20 @@ class SavedPart:
         has_complex = any(map(Tensor.is_complex, live.values()))
         self._is_as_made = (None if has_complex else _torch.layout_check([*live.values(), *others])) or bool
 
+    def _ask_memory(self) -> None:
+        """Begin to ask the tensors for their memory, which is where and as long as it should be now."""
+        storages = {index: alias.untyped_storage() for index, alias in self.aliases.items()}
+        self._lengths = Question(storages, torch.UntypedStorage.nbytes)
+        self._storages = Question(storages, torch.UntypedStorage.data_ptr)
+        self._addresses = Question({index: self._live[index] for index in self.aliases}, Tensor.data_ptr)
+
     def resized(self) -> set[int]:
         """Return the indices of the tensors whose memory has another length, so that no copy can go there or back."""
         return self._lengths.differing()
 
     def moved(self) -> tuple[set[int], set[int]]:
         """Return the indices of the tensors that are elsewhere in memory, or have another layout; and other flags."""
-        moved = self._addresses.differing()
+        moved = self._addresses.differing() | self._storages.differing()
         if self._is_as_made():
             return moved, set()
         return moved | self._layouts.differing(), self._flags.differing()
@@ -351,7 +356,7 @@ class SavedPart:
                     replaced[self.name(index)] = "its memory was shrunk, and shown to NumPy, so it has other memory now"
                 self._live[index].data = self.aliases[index]
         if moved:
-            self._addresses.note()  # what was resized is elsewhere
+            self._ask_memory()  # what was resized is elsewhere
             self.copies.restore()
         for index, numbers in self._sparse.items():
             self._live[index].copy_(numbers)
@@ -589,7 +594,10 @@ class Snapshot:
         kept, self._main = self._main, None
         if kept is not None and not kept.resized():
             kept.copy(copied)  # before anything else: a GPU copies meanwhile
-            if not any(kept.moved()) and kept.walk.refresh():
+            moved, flags = kept.moved()
+            if not moved and kept.walk.refresh():
+                if flags:
+                    kept.ask()
                 return kept
         if kept is not None:
             kept.copies.free()

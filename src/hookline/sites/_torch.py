@@ -831,6 +831,9 @@ flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tens
 """Several tensors end to end, as one vector of its own; by hand it takes thrice as long."""
 
 
+_COMPRESSED: Final = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
 def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
     """Return a call that tells whether all tensors have the shapes, strides and dtypes that they have now; else None.
 
@@ -838,8 +841,8 @@ def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
     says no if one requires gradients and did not, or the reverse, which the guard goes by; or if a mode such as
     autocast is on that was not. On 2.11 and 2.13.
     """
-    if not tensors:
-        return None
+    if not tensors or any(tensor.layout in _COMPRESSED for tensor in tensors):
+        return None  # asked for the strides of a compressed one, torch ends the process
     try:
         make: Any = torch._C._dynamo.guards.TensorGuards
         check = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

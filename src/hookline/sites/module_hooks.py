@@ -354,6 +354,13 @@ def _new_key(hooks: ModuleHooks) -> torch.Tensor:
         return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")
 
 
+class HookChanges:
+    """How often hooks have come to modules or gone; a class of its own, as Python stops caching one that changes."""
+
+    count = 0
+    """``op_runtime._Receivers`` keeps what it has worked out until this is another."""
+
+
 def hooks_with_key(key: torch.Tensor) -> ModuleHooks | None:
     """Return the `ModuleHooks` of that key, unless they are gone."""
     return _BY_KEY.get(int(key))
@@ -497,9 +504,6 @@ _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__)
 class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
-    changes: ClassVar[int] = 0
-    """How often hooks have come to any module or gone; ``op_runtime._Receivers`` keeps what it has worked out until it
-    changes."""
     guard: CallGuard | None = None
     around: Scope | None = None
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
@@ -606,7 +610,7 @@ class ModuleHooks(GradientHooks):
 
     def _sync(self, kind: Kind) -> None:
         """Put in place the slots that the hooks need, after a hook of ``kind`` has come or gone."""
-        ModuleHooks.changes += 1
+        HookChanges.count += 1
         module = self.module()
         if module is None:
             return
@@ -688,7 +692,7 @@ class ModuleHooks(GradientHooks):
                 _torch.place(hooks, row.hook_id, last=row.hook_id == LAST)
         elif before is not None:
             _take_off(module, row.hooks, row.hook_id)
-        if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
+        if before is not None and before.slot and len(before.steps) > 1 and _torch.in_compiled_code():
             self.replaced = before
 
 
@@ -727,8 +731,11 @@ def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
-    slots = (row.slot_on(module) for row in _ROWS)
-    return next((slot.module_hooks for slot in slots if slot is not None), None)
+    for row in _ROWS:
+        slot = row.slot_on(module)
+        if slot is not None:
+            return slot.module_hooks  # type: ignore[no-any-return]
+    return None
 
 
 def hooks_of_module(module: nn.Module, name: str = "") -> ModuleHooks:

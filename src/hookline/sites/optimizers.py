@@ -126,6 +126,8 @@ class _OptimizerHooks(HookContainer):
 
     def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
         """Put a hook on the optimizer, or, without one, on all; under LOCK."""
+        if not self.entries:
+            self._leave()
         self.entries += (HookAtSite(attachment, name, self, NO_MODEL),)
         self._register(optimizer, attachment.kind)
         if not _torch.being_walked(_torch.optimizer_hooks(optimizer, Kind.STEP_PRE)):
@@ -143,13 +145,13 @@ class _OptimizerHooks(HookContainer):
             self._handles[kind] = getattr(Optimizer, f"register_{kind}_hook")(optimizer, hook)
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; with the last one go torch's hooks.
-
-        One that torch is walking over does nothing meanwhile, and goes when the next hook here does.
-        """
+        """Take a hook off; with the last one go torch's hooks."""
         self.entries = tuple(other for other in self.entries if other is not entry)
-        if self.entries:
-            return
+        if not self.entries:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take torch's hooks off. One that torch is walking over does nothing, and goes before the next hook comes."""
         self.steps.clear()
         for kind, handle in tuple(self._handles.items()):
             hooks = handle.hooks_dict_ref()

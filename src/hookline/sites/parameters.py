@@ -52,9 +52,9 @@ class _HookAtLeaf(HookAtSite):
     def __init__(
         self, attachment: Attachment, name: str, leaf: Tensor, counter: ForwardCounter, owners: _Owners
     ) -> None:
-        super().__init__(attachment, name, LeafHook.of(leaf), counter)
         self.places = tuple((weakref.ref(module), key) for module, key in owners)
         self.owners = tuple(dict.fromkeys(module for module, _ in self.places))
+        super().__init__(attachment, name, LeafHook.of(leaf), counter)  # from here on `_follow` of a forward finds it
         self.container.take(self)
 
     def move(self, leaf: Tensor) -> None:
@@ -63,19 +63,10 @@ class _HookAtLeaf(HookAtSite):
         self.container = LeafHook.of(leaf)
         self.container.take(self)
 
-    def is_on(self, leaf: Tensor) -> bool:
+    def is_on(self, leaf: Tensor | None) -> bool:
         """Return whether that is the leaf, known by its dictionary: an id would be another's after its death."""
         hooks = self.container.hooks_of_leaf()
-        return hooks is not None and _torch.leaf_hooks(leaf) is hooks
-
-    def is_in_place(self) -> bool:
-        """Return whether a module shows the hook's leaf under its name, so that nobody has to look for it."""
-        if not self.places:
-            return True
-        owner, key = self.places[0]
-        module = owner()
-        leaf = None if module is None else module._parameters.get(key)
-        return leaf is not None and self.is_on(leaf)
+        return leaf is not None and hooks is not None and _torch.leaf_hooks(leaf) is hooks
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
         """Return the parameter that has the hook's name now; None if none has.
@@ -160,7 +151,7 @@ def _follow(counter: ForwardCounter) -> None:
     """Move every hook whose name has another parameter now; called when a forward begins."""
     attachments = [attachment for attachment in tuple(counter.users) if attachment.kind is Kind.PARAM_GRAD]
     entries = [entry for attachment in attachments for entry in attachment.members() if isinstance(entry, _HookAtLeaf)]
-    moved = [entry for entry in entries if not entry.is_in_place()]
+    moved = [entry for entry in entries if not entry.is_on(entry.leaf_now({}))]
     shards = _torch.fsdp_shards() if moved else {}  # which goes through all parameters of the process
     now = [(entry, entry.leaf_now(shards)) for entry in moved]
     lost = [(entry, leaf) for entry, leaf in now if leaf is not None and not entry.is_on(leaf)]

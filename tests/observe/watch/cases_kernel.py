@@ -193,6 +193,17 @@ def test_tensors_of_compiled_code_are_found_where_they_are(monkeypatch: pytest.M
     assert np.allclose(engine.snapshot().rows, plain.snapshot().rows, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_prepared_work_takes_tensors_of_any_type(dtype: torch.dtype) -> None:
+    """Those that programs do not read where they lie, too: twice, as launches are worked out for the first time."""
+    engine, x = _engine(), torch.arange(-3.0, 5.0).to(dtype)
+    place = engine.place("x", "")
+    run = engine.prepare([(place, x, None)])
+    run()
+    run()
+    assert engine.read()[place]["count"] == 2 * x.numel()
+
+
 def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     """Noted, reduced together by the kernel, and read: as by the CPU's own way, also with in-place changes."""
     layout = LAYOUTS["two thresholds"]

@@ -70,6 +70,22 @@ def test_a_hook_that_takes_itself_off_keeps_no_other_from_running(compile_it: bo
     assert [handle.report().fired for handle in (first, *others)] == [1, 2, 2, 2]
 
 
+def test_hooks_of_other_kinds_that_go_in_a_call_leave_the_slot_that_runs() -> None:
+    """Both edits of the call count, although one goes, and with it a hook on the parameter of the same module."""
+    model, x = Blocks(1), torch.randn(3, 4)
+    layer = model.layers[0].up
+    on_weight = [hl.attach(layer, "weight", lambda parameter: parameter, on="param_grad") for _ in range(3)]
+    edits = [hl.attach(layer, _double), hl.attach(layer, _double)]
+
+    def take_off(module: nn.Module, args: Any) -> None:
+        for handle in (edits[1], on_weight[2]):
+            handle.remove(quiet=True)
+
+    hl.attach(layer, take_off, on="forward_pre", observe=True)
+    compiled(model)(x)
+    assert [handle.report().fired for handle in edits] == [1, 1]
+
+
 def test_observers_come_after_hooks_that_others_register_later() -> None:
     """As in eager code: they see what downstream sees."""
     model, x, seen = Blocks(1), torch.randn(3, 4), []

@@ -29,7 +29,7 @@ from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients import fire_gradients
 from hookline.sites.hook_at_site import next_order, open_contexts
-from hookline.sites.module_hooks import ModuleHooks, hooks_with_key, run_one_post, run_one_pre
+from hookline.sites.module_hooks import HookChanges, ModuleHooks, hooks_with_key, run_one_post, run_one_pre
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -192,7 +192,7 @@ class _Receivers:
     """The hooks behind one operator and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
-        self.changes = ModuleHooks.changes
+        self.changes = HookChanges.count
         self._keys = keys  # kept, so that their ids stay theirs
         self.entries: list[HookAtSite] = []
         by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
@@ -211,7 +211,7 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
     receivers = known.get(at)
-    if receivers is None or receivers.changes != ModuleHooks.changes:
+    if receivers is None or receivers.changes != HookChanges.count:
         if len(known) >= _GRAPHS:
             known.clear()
         receivers = known[at] = _Receivers(list(keys), what)
