@@ -446,6 +446,7 @@ class WatchSites:
         self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
         """The hooks on modules; none while they are off."""
+        self._is_on = False
         self.parameters = ParameterReader(engine)
         self._looks_closer = False
 
@@ -491,11 +492,12 @@ class WatchSites:
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
-        if on is bool(self.handles):
+        if on is self._is_on:
             return
         if not on:
             self.remove(quiet=True)
             return
+        self._is_on = True
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
             call: Any = hook.forward if kind == "forward" else hook.backward
@@ -510,6 +512,7 @@ class WatchSites:
 
     def remove(self, *, quiet: bool) -> None:
         """Take the hooks off; warn, unless ``quiet``, of those that never fired."""
+        self._is_on = False
         self.handles.remove(quiet=quiet)
         self.handles = HandleSet()
 
@@ -525,7 +528,7 @@ class WatchSites:
             self._looks_closer = True
             for hook in self._hooks.values():
                 hook.summarize(layout.with_details)
-            if self.handles:
+            if self._is_on:
                 self.switch(False)
                 self.switch(True)
 
