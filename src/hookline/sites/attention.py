@@ -7,9 +7,9 @@ compiled code too. `ModuleHooks` tells it when its hooks come and go (`Attention
 
 While one of its parts has hooks, an attention module (in vLLM, the layer in it) has a ``forward`` of its own, bound by
 ``compiled.recompile_guard``. That file puts another one there too, for compiled code: read its head before you change
-`AttentionParts._switch_on` or ``_switch_off``. The ``forward`` lets the call of its attention function pass through the parts: the attention interface of
-``transformers``, by which most of its models go, or ``scaled_dot_product_attention``. Rotary embedding and grouped keys
-are as the model computes them.
+`AttentionParts._switch_on` or ``_switch_off``. The ``forward`` lets the call of its attention function pass through the
+parts: the attention interface of ``transformers``, by which most of its models go, or
+``scaled_dot_product_attention``. Rotary embedding and grouped keys are as the model computes them.
 
     forward of the module ──► q(query) k(key) v(value) ──► its own function ──► z(output) ──► output projection
                                        └── pattern(softmax(q kᵀ · scale + mask))      attn_out(z by head) ──┘
