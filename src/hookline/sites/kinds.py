@@ -14,7 +14,7 @@ else it needs:
 
 - Always: a line in ``_KINDS`` of tests/helpers_sites.py, NAMES and TAKES of tests/sites/test_kinds.py for a kind of
   modules, the table of kinds in docs/tour.md, the table of torch's hooks in docs/sources.md, ``on:`` in the docstring
-  of its verb.
+  of its verb, an alias in ``hook_types`` if its arguments are like no other's.
 - On modules: if torch keeps a dictionary for it, a row of ``module_hooks._KIND_ROWS``, and that dictionary in
   ``_torch.HOOK_DICTS``. If it is about calls (`CALL_KINDS`), ``ModuleHooks._sync_calls``, ``_CALL_KINDS`` of
   ``debug.diagnose.doctor``, the text in ``attach._check_options``, and, in compiled code, ``compiled.trace_hooks``.

@@ -11,8 +11,8 @@ only ask whether it is empty. For gradients `LAST_PRE` leaves two things to `LAS
 ``attach``, ``attach_everywhere`` and ``parameters`` add entries, ``attach_function`` puts a `Scope` around the calls of
 a model, and handles take entries off. ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds them by
 key. ``find``, ``everywhere``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
-``optimizers`` leaves an `Inert` in copies too. After each change, `recompile_guard.set_own_forward` makes compiled code
-notice it, and an `AttentionPart` is told.
+``optimizers`` leaves an `Inert` in copies too. After each change around calls, `recompile_guard.set_own_forward` makes
+compiled code notice it, and an `AttentionPart` is told.
 
 What must stay so:
 
@@ -328,8 +328,9 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
 
     A step is a hook that edits, one that gets a summary, or None for a group of observers, which run all together. The
     recipe has all of it in one text, since each attribute that is read while tracing becomes a guard: five fields with
-    "/" between them, letters of the steps first. ``trace_hooks.run_pre`` and ``run_post`` read it, and
-    ``ModuleHooks.slot_for`` its beginning: change all of them together.
+    "/" between them, letters of the steps first; the head of ``trace_hooks`` explains each. ``trace_hooks.run_pre`` and
+    ``run_post`` read it, ``ModuleHooks.slot_for`` its beginning, with what ``op_runtime`` has from the text of a graph:
+    change all of them together.
     """
     rows: list[tuple[str, HookAtSite | None, _Entries, str]] = []
     for entry in entries:
