@@ -1,13 +1,21 @@
 """Attach a hook to modules: the verb ``attach``, and what the other verbs share; `clip_gradients` and `freeze` by it.
 
 Users call `attach`; ``debug``, ``analyses``, ``metta``, ``factories``, ``sglang`` and ``engines`` call it for hooks of
-their own. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and returns a
-`HookHandle`; for ``param_grad``, ``parameters`` does that. All verbs of ``sites`` make their attachments by
-`new_attachment`; ``capture``, ``patch``, ``watch`` and ``register_hooks`` put theirs on modules by `attach_to_modules`.
+their own. It selects modules (``targets``), makes an `Attachment` (what one call asked for), puts one `HookAtSite` on
+each module (`add_entries` of ``module_hooks``) and returns a `HookHandle`; for ``param_grad``, ``parameters`` does so.
+The other verbs of ``sites`` that put on hooks make their attachments by `new_attachment` too; so do ``capture``,
+``patch``, ``watch`` and ``specs``, which put theirs on modules by `attach_to_modules`.
 
-All is checked before the first hook is on, and if one module refuses, none keeps the hook. A new option is a field of
-`AttachOptions` and a keyword of `attach` and `AttachKeywords`; if it goes with some kinds only, `KINDS_OF_OPTION` says
-which; if it changes how a hook is called, the head of ``hook_at_site`` says what more.
+All is checked before the first hook is on, and if one module refuses, none keeps the hook: what you add to a verb has
+to raise before `add_entries`. A new option is:
+
+- a field of `AttachOptions`, handed over by `attach`, a keyword of `attach` and of `AttachKeywords`; likewise of each
+  other verb that takes it (``attach_function``, ``attach_everywhere``, ``attach_optimizer``, ``attach_tensor``,
+  ``attach_node``), and a field of `HookSpec`, handed over in ``specs.apply_specs``, if specs may have it;
+- if it goes with some kinds only, a row of `KINDS_OF_OPTION` (on or off) or a check in `_check_options` (other values);
+- if it changes how a hook is called, what the head of ``hook_at_site`` says;
+- a line in ``Args`` of those verbs, in "Options" of docs/tour.md, TAKES of tests/sites/test_kinds.py if it is in
+  `KINDS_OF_OPTION`, and a variant in ``_VARIANTS`` of tests/helpers_sites.py if it has a path of its own.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 For the roles of `PARTS` (``"role:q"``), ``roles`` and ``targets`` give an `AttentionPart` of each attention module
 (`parts_of`). It is a module that returns what it is given, so that all that hooks do at modules they do here, in
-compiled code too. `ModuleHooks` tells it when its hooks come and go (`AttentionPart.set_hooked`); ``find`` reads
-`hooked_parts`; ``patch`` and ``specs`` ask only whether a module is one. While one of its parts has hooks, an attention
-module has a ``forward`` of its own (`recompile_guard.bind_forward`). That lets the call of its attention function pass
-through the parts: the attention interface of ``transformers``, by which most of its models go, or
+compiled code too. `ModuleHooks` tells it when its hooks come and go (`AttentionPart.set_hooked`). ``find`` reads
+`hooked_parts`; ``patch``, ``specs``, ``targets`` and ``module_hooks`` ask whether a module is an `AttentionPart`.
+
+While one of its parts has hooks, an attention module (in vLLM, the layer in it) has a ``forward`` of its own, bound by
+``compiled.recompile_guard``. That file puts another one there too, for compiled code: read its head before you change
+`AttentionParts._switch_on` or ``_switch_off``. The ``forward`` lets the call of its attention function pass through the
+parts: the attention interface of ``transformers``, by which most of its models go, or
 ``scaled_dot_product_attention``. Rotary embedding and grouped keys are as the model computes them.
 
     forward of the module ──► q(query) k(key) v(value) ──► its own function ──► z(output) ──► output projection
@@ -15,10 +18,14 @@ The pattern is computed beside the model's function, without dropout, and what h
 hook may edit one of these, or asks for its gradient, it takes the function's place: the output is rounded otherwise,
 and attention has no dropout there.
 
-The compiler traces all that runs in a call. A new part is a name in `PARTS`, an attribute in `AttentionParts.__init__`
-(in the same order), a call in `AttentionParts.attend`, and for vLLM one in `_forward_by_token`, which does not go by
-``attend``, or a refusal in `AttentionParts.set_hooked`. The docs of ``role=`` (`attach`, `capture`, docs/roles.md) list
-the parts.
+The compiler traces all that runs in a call. A new part needs:
+
+- a name in `PARTS`, and an attribute in `AttentionParts.__init__`, in the same order;
+- a call in `AttentionParts.attend`, or, beside the projection, in `OutputProjection`;
+- for vLLM a call in `_forward_by_token`, which does not go by ``attend``, or a refusal in `AttentionParts.set_hooked`;
+- its heads in dimension 1: ``head=`` of edits (``observe.patching``) goes by that;
+- its name in ``ROLES`` of tests/sites/test_attention.py, and in the docs of ``role=`` (`attach`, `capture`,
+  docs/roles.md).
 """
 
 from __future__ import annotations
@@ -120,6 +127,7 @@ class AttentionParts:
             (self._switch_on if hooked else self._switch_off)(module)
 
     def _switch_on(self, module: nn.Module) -> None:
+        """Bind a ``forward`` that passes attention through the parts; `recompile_guard`'s own goes away meanwhile."""
         callers = _callers_in(module)
         if any(_PARTS in inner.__dict__ for inner in callers):
             raise UnhookableError(
@@ -147,6 +155,7 @@ class AttentionParts:
             raise
 
     def _switch_off(self, module: nn.Module) -> None:
+        """Take that ``forward`` away, and put back what was there before; must work after half of `_switch_on` too."""
         for inner in _callers_in(module):
             inner.__dict__.pop(_PARTS, None)
         self._give_back()

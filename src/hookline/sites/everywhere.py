@@ -1,12 +1,19 @@
 """Attach one hook to every module of the process, or to every optimizer.
 
 Users call `attach_everywhere`; so do `PrecisionChecker`, and `OptimizerSteps` of a watch. It hooks the modules that are
-there, like any others. One global pre-hook of torch shows us each module that is built later, when that is called for
-the first time. So such a hook keeps every promise of a module hook, and a transformer layer that would skip its
-children in a fused inference path sees their hooks and does not.
+there, like any others (`add_entries` of ``module_hooks``). One global pre-hook of torch, `_first_sight`, shows us each
+module that is built later, when that is called for the first time. So such a hook keeps what is promised of hooks on
+modules, and a transformer layer that would skip its children in a fused inference path sees their hooks and does not.
+Kinds of registration go to torch's own global hooks (`_register_with_torch`), those of steps to ``optimizers``.
 
-Hooks come on and go off under ``module_hooks.LOCK``. `_first_sight` runs in every module call of the process and is
-traced where the compiler meets it: its common way out must stay short, and while tracing it may only warn.
+The head of ``module_hooks`` explains the words used here: a slot, the pre-slots `FIRST_PRE` and `LAST_PRE`, and
+``noted``. `_first_sight` runs the slots of a first call itself, so it repeats the list of pre-slots in their order: if
+``module_hooks`` gets another one, put it there too. What a pre-slot returns is unpacked there as well.
+
+Hooks come on and go off under ``module_hooks.LOCK``; `_first_sight` takes it where it hooks a module. It runs in every
+module call of the process and is traced where the compiler meets it: its common way out must stay short and without the
+lock, and while tracing it may only warn. A new kind of registration needs its type in the dictionary of
+`_register_with_torch`; the head of ``kinds`` has the rest of that list.
 """
 
 from __future__ import annotations
@@ -56,10 +63,11 @@ def attach_everywhere(
         with hookline.attach_everywhere(hook, on="forward_pre"):
             model(x)
 
-    It runs before the hooks on single modules. The options are those of ``attach``; for the modules of one model, use
-    ``attach(model, "*", hook)``, which takes the kinds of saving and loading and ``param_grad`` too. Names are those in
-    the outermost module. With ``step_pre`` and ``step_post`` it is put on every optimizer of the process instead;
-    registration hooks also see modules that are built later.
+    It runs before the hooks on single modules: an edit before their edits, an observer (``observe=True``) before their
+    observers. The options are those of ``attach`` but for ``exclude``, ``strict``, ``scope``, ``role`` and ``layer``;
+    for the modules of one model, use ``attach(model, "*", hook)``, which takes the kinds of saving and loading and
+    ``param_grad`` too. Names are those in the outermost module. With ``step_pre`` and ``step_post`` it is put on every
+    optimizer of the process instead; registration hooks also see modules that are built later.
     """
     site_type = next(
         (each for each in (STORED, OPTIMIZER) if on in tuple(each.args) and on not in tuple(MODULE.args)), MODULE
@@ -135,7 +143,8 @@ class _ModulesEverywhere:
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Hook a module that has not been seen, and all below it, as its call begins.
 
-        Its pre-slots have to be run here: torch has made the list of pre-hooks of this call already, without them.
+        Its pre-slots (head of ``module_hooks``) have to be run here: torch has made the list of pre-hooks of this call
+        already, without them. Those that the module has had before are in that list, and not run twice.
         """
         if is_dynamo_compiling():
             if not _has_slot(module):

@@ -1,10 +1,15 @@
-"""List sites and hooks without changing anything: ``find``, ``attached`` and ``assert_no_hooks``.
+"""List sites and hooks without changing any: ``find``, ``attached`` and ``assert_no_hooks``.
 
-Users call these. ``hookline find`` and the server call `find`; `doctor` and the guard's snapshot call `attached`;
-`check_hook` calls `assert_no_hooks`. They read the hooks of modules, parameters and optimizers, and those on no model
-in particular; hooks on tensors and graph nodes are in no list. A new kind of place for hooks has to be read in
-`places_in`, `own_entries` or `_attachments`: `doctor` and the fixture ``no_leaked_hooks`` list what the first two
-yield, and the guard takes off what an intervention has left by what `attached` returns.
+Users call these. ``hookline find`` and the server call `find`; `doctor` (``debug.diagnose``) and the guard's snapshot
+call `attached`; `check_hook` (``testing``) calls `assert_no_hooks`. They read the hooks of modules, parameters and
+optimizers, and `attached` also those on no model in particular; hooks on tensors and graph nodes are in no list.
+`assert_no_hooks` changes one thing: it drops what a copy has kept in the place of our hooks, which does nothing
+(`Inert` of ``module_hooks``).
+
+A new place that can have hooks has to be read in three functions. `places_in` yields modules and parts of attention,
+`own_entries` our hooks on one of these: `doctor` calls both, so it and the fixture ``no_leaked_hooks``, which asks
+``debug.diagnose``, list them. `_attachments` finds what `attached` returns, and by that the guard takes off what an
+intervention has left. Hooks of others are found by `_foreign_hooks`, and by ``debug.diagnose`` for itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """Define the handles that every attachment returns: they report what it did, and take it off.
 
-The verbs of this folder make a `HookHandle`, most of them by `attaching`, and ``attached`` another one for
-each attachment that it lists; products with several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a
-`HandleSet`. Users call ``remove()`` and ``report()``.
+An `Attachment` is what one call of a verb asked for (head of ``hook_at_site``). Each verb that puts on a hook makes a
+`HookHandle`: ``attach.attach_to_modules`` by itself, ``parameters``, ``tensors``, ``optimizers``, ``everywhere`` and
+``attach_function`` by `attaching`. ``find.attached`` makes another one for each attachment that it lists. Products with
+several hooks (``specs``, ``watch``, ``patch``, ``trace``, …) make a `HandleSet`, or derive from it. Users call
+``remove()`` and ``report()``, and use handles in ``with`` blocks.
 
-All that a handle knows is in its `Attachment`, so two handles on one attachment are equal; a copied handle is one that
-is off. `SavedTensors` (``tensors``) has no attachment. Removing holds `LOCK`, and has to work twice, inside a hook, and
-while the interpreter ends.
+All that a `HookHandle` knows is in its `Attachment`, so two handles on one attachment are equal; a copied handle is one
+that is off. ``debug.diagnose``, ``specs``, ``engines`` and ``guard.snapshot`` read ``_attachment`` as well.
+`SavedTensors` (``tensors``) is a `Handle` without an attachment. Removing a hook holds `LOCK` of ``module_hooks``, and
+has to work twice, inside a hook, and while the interpreter ends. A new thing that an attachment puts somewhere is taken
+away in ``HookContainer.discard`` of its site type, or in ``Attachment.on_remove``: `HookHandle.remove` calls both.
 """
 
 from __future__ import annotations

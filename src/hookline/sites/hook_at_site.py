@@ -1,17 +1,23 @@
 """Keep one hook at one site: what was asked for, what it has done, and what it is told of the moment it fires at.
 
-``attach.new_attachment`` makes the `Attachment` of every verb and product. ``module_hooks``, ``parameters``,
-``tensors``, ``optimizers``, ``everywhere`` and ``attach_function`` make the `HookAtSite`, and call it when torch calls;
-``gradients`` and ``compiled.op_runtime`` call it too. A `ForwardCounter` counts the forwards of the model that was
-attached to; ``watch`` reads it as well. Handles and receipts read all of these. ``capture`` opens a context of its own,
-``guard`` and ``compiled`` use the clock `next_order`, and ``factories`` and ``engines`` derive hooks from
-`PerSiteHook`.
+An `Attachment` is what one call of a verb, or of a product such as ``capture``, asked for; ``attach.new_attachment``
+makes it. A `HookAtSite`, one of its *entries*, is the hook at one site (a module, function, tensor, …).
+``module_hooks``, ``parameters``, ``tensors``, ``optimizers``, ``everywhere`` and ``attach_function`` make entries, and
+call them when torch calls; ``gradients`` and ``compiled.op_runtime`` call them too. Handles, ``receipt``, ``find``,
+``engines`` and others read attachments and entries.
+
+A `ForwardCounter` counts the forwards of the model that was attached to: ``module_hooks`` makes and ends it,
+``parameters`` and ``attach_function`` ask that for it, ``watch`` reads it. ``attach`` and ``capture`` open a context
+(``scope="context"``); `HookAtSite.is_due`, ``gradients``, ``compiled.op_runtime`` and ``capture`` ask which are open;
+handles and ``capture`` close it. `next_order` is the clock by which ``module_hooks``, ``gradients``,
+``attach_function``, ``compiled`` and ``guard.snapshot`` know what came first. ``factories`` and ``engines`` derive
+hooks from `PerSiteHook`.
 
 Users get a `Site`, an `OptimizerSite` or a `FunctionSite`: hooks that declare ``*, site`` at each firing, hooks on
-functions as their first argument; ``find`` lists sites. `HookAtSite.site`, `FunctionSite.site`, ``gradients``,
-``parameters``, ``tensors`` and, while the compiler traces, ``compiled.trace_hooks`` make a `Site`. Most makers give the
-fields of `Site` by position: a new field comes last, with a default. `Site` has to stay a plain dataclass that is cheap
-to make and that the compiler can trace.
+functions as their first argument. The fields of all three are public. A `Site` is made here (`HookAtSite.site`,
+`FunctionSite.site`), in ``gradients``, ``parameters``, ``tensors``, ``find``, ``factories.steering`` and, while the
+compiler traces, in ``compiled.trace_hooks``. Most of these give its fields by position: a new field comes last, with a
+default. `Site` has to stay a plain dataclass that is cheap to make and that the compiler can trace.
 
 The hot paths of ``module_hooks``, ``gradients`` and ``attach_function`` call ``entry.hook`` straight where an entry is
 ``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and

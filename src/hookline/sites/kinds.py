@@ -1,14 +1,30 @@
 """Define the kinds of hook, the types of site that carry each, and the options that each takes.
 
-The verbs, ``specs`` and ``patch`` parse their ``on=`` by `Kind.parse`; ``attach.new_attachment`` checks options by
-`KINDS_OF_OPTION`, and ``signature`` the arguments of a hook by `SiteType.args`. A `SiteType` is what a hook is put on:
-the same kind means the same moment on a module and on a function, with other arguments.
+A `Kind` is the moment at which a hook fires. A `SiteType` is what a hook is put on: the same kind means the same moment
+on a module and on a function, with other arguments. The verbs, ``specs.hook_spec`` and ``patch`` parse their ``on=`` by
+`Kind.parse`. ``attach.new_attachment`` checks options by `KINDS_OF_OPTION`, and ``signature`` the arguments of a hook
+by `SiteType.args`. ``module_hooks``, ``receipt``, ``everywhere``, ``attach_function``, ``attach`` and
+``specs.hook_spec`` go by the sets at the end.
 
 The values are public: users write them, also in files of specs. Those of optimizers are parts of names of torch as
-well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``). A new kind is a member here with its
-arguments in a `SiteType`, in the sets at the end of this file where it belongs, and on modules, if it is not about
-calls, a row of ``module_hooks._KIND_ROWS``. A new type of site is a `SiteType` in `SITE_TYPES`, a file beside
-``tensors``, and a ``Place`` of tests/helpers_sites.py.
+well (``register_step_pre_hook``: ``optimizers``, ``_torch.optimizer_hooks``).
+
+A new kind is a member of `Kind`, with its arguments in a `SiteType`, and in each set at the end where it belongs. What
+else it needs:
+
+- Always: a line in ``_KINDS`` of tests/helpers_sites.py, NAMES and TAKES of tests/sites/test_kinds.py for a kind of
+  modules, the table of kinds in docs/tour.md, the table of torch's hooks in docs/sources.md, ``on:`` in the docstring
+  of its verb, an alias in ``hook_types`` if its arguments are like no other's.
+- On modules: if torch keeps a dictionary for it, a row of ``module_hooks._KIND_ROWS``, and that dictionary in
+  ``_torch.HOOK_DICTS``. If it is about calls (`CALL_KINDS`), ``ModuleHooks._sync_calls``, ``_CALL_KINDS`` of
+  ``debug.diagnose.doctor``, the text in ``attach._check_options``, and, in compiled code, ``compiled.trace_hooks``.
+- Elsewhere the verb itself has to know the kind: ``tensors`` (`attach_node` sends each kind but ``node_pre`` to torch's
+  ``register_hook``), ``optimizers._edited``, the dictionary in ``everywhere._register_with_torch``, and
+  ``attach_function``, which unpacks its kinds in the order of `FUNCTION`.
+
+A new type of site is a `SiteType` in `SITE_TYPES`, a file beside ``tensors`` with its verb, the public name of that
+verb (``hookline/__init__.pyi``, tests/test_public_names.py), its hooks in the lists of ``find`` (head there), and a
+``Place`` with its line in ``_KINDS`` of tests/helpers_sites.py.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>
@@ -203,10 +219,15 @@ GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
 """The kinds that ``gradients`` fires; not so ``full_backward``, which torch fires. In this order: ``ModuleHooks``
 passes their hooks on to ``set_gradient_hooks(pre, post)``."""
 CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
-"""The kinds that we fire at the calls of a module or in their backward."""
+"""The kinds that we fire at the calls of a module or in their backward. Only these take ``scope="context"``
+(``attach._check_options``); in specs, these and ``param_grad`` take ``every`` (`HookSpec`). ``module_hooks`` runs
+them from what it puts around a call."""
 STATE_KINDS: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
+"""The kinds of saving and loading, which do not fire in a run. For these alone no forwards are counted in compiled code
+(``module_hooks.counter_of``), nobody is warned that they never fired (``receipt``), and ``attach_everywhere`` refuses
+them on modules."""
 _EDITING: Final = frozenset(
     {*CALL_KINDS, Kind.FULL_BACKWARD, *STORED.args, Kind.STEP_PRE, Kind.GRAD, Kind.NODE_PRE, Kind.NODE_POST}
 )
@@ -216,5 +237,6 @@ KINDS_OF_OPTION: Final[dict[str, frozenset[Kind]]] = {
     "always_call": frozenset({Kind.FORWARD}),
     "observe": _EDITING,
 }
-"""The kinds that take each option; an option that is not listed goes with all."""
+"""The kinds that take each option that is on or off. Not listed are ``prepend`` and ``name``, which go with all, and
+``scope``, for which `CALL_KINDS` decides."""
 _LEGACY: Final = ("legacy_backward", "backward_hook", "register_backward_hook")

@@ -1,24 +1,37 @@
 """Keep the hooks of one module, and what torch calls for them: slots in torch's own dictionaries.
 
-``attach``, ``attach_everywhere`` and ``parameters`` add entries to a `ModuleHooks`, ``attach_function`` puts a `Scope`
-around its calls, and handles take them off; ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds
-them by key. ``find``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
-``optimizers`` leaves an `Inert` in copies too. For each end of a queue that has entries, a `ModuleHooks` puts one
-`Slot` into torch's dictionary, under an id that is the same on every module.
+Words used here: an *entry* is one hook at one place (`HookAtSite`). An *observer* is one with ``observe=True``, an
+*edit* one without. A *slot* (`Slot`) is what torch calls; its id is the same on every module (`FIRST`, `LAST`). There
+are four around a call, each made where it is needed: the two *pre-slots*, `FIRST_PRE` for edits and `LAST_PRE` for
+observers, and after the call `FIRST_FORWARD` and `LAST_FORWARD`, likewise. Each other kind has one (`_KIND_ROWS`).
+``plan`` says in letters what a call has to do for gradients (`plan_of` of ``compiled.compiled_gradients``); eager calls
+only ask whether it is empty. For gradients `LAST_PRE` leaves two things to `LAST_FORWARD`: when the call began
+(``entered`` and ``began`` of `GradientHooks`), and a `CallState`, as the keyword arguments of the call or in ``noted``.
+
+``attach``, ``attach_everywhere`` and ``parameters`` add entries, ``attach_function`` puts a `Scope` around the calls of
+a model, and handles take entries off. ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds them by
+key. ``find``, ``everywhere``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
+``optimizers`` leaves an `Inert` in copies too. After each change around calls, `recompile_guard.set_own_forward` makes
+compiled code notice it, and an `AttentionPart` is told.
 
 What must stay so:
 
 - A slot is never changed: a hook that comes or goes puts another in its place. So the order in the queue stays, and a
   firing that is under way, which goes by a snapshot that torch has taken, runs the hooks that were on when it began.
-- Nothing that lives as long as the process refers strongly to a `ModuleHooks`. The slots on the module do, so a hook
-  that refers to its own model does not keep that alive. A module without hooks has neither.
-- Hooks come and go under `LOCK`; firing takes no lock.
+  (Of saving and loading torch takes no snapshot: `_take_off`.)
+- No table of the process refers strongly to a `ModuleHooks`; the slots on the module do, so a hook that refers to its
+  own model does not keep that alive. (The list of process-wide hooks does, by their entries, while such a hook is on;
+  `_forget` drops an entry when its module is gone.) A module without hooks has neither slots nor a `ModuleHooks`.
+- Hooks come and go under `LOCK`. A firing on a module takes it only for work that is rare: where a slot is not at its
+  end any more (`_keep_places`), where a part of a model is called and the model is not (`_count_by_part`), at the first
+  call of a module (``everywhere._first_sight``), where a parameter was replaced (``parameters._follow``).
 - The compiler traces ``__call__`` of the slots around a call, up to ``run_pre`` and ``run_post``: each attribute that
   is read before these becomes a guard of the compiled code. Of the slots of observers it may read only what never
   changes (`_torch.Unchanging`); what it reads of those of edits are the user's own objects.
 
 A new `Kind` that torch keeps a dictionary for is a row of `_KIND_ROWS`, and the dictionary one of
-``_torch.HOOK_DICTS``.
+``_torch.HOOK_DICTS``; the head of ``kinds`` lists all steps. A new slot around a call is a row of `_CALL_ROWS`, put in
+place by `ModuleHooks._sync_calls`; a pre-slot is run by ``everywhere._first_sight`` too.
 """
 
 from __future__ import annotations
@@ -55,7 +68,7 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
 
 LOCK: Final = threading.RLock()
-"""Held while hooks come or go; firing takes no lock, slots are replaced whole."""
+"""Held while hooks come or go. Slots are replaced whole, so a firing takes it only where the head of this file says."""
 _Entries = tuple[HookAtSite, ...]
 
 
@@ -67,7 +80,7 @@ _NO_FIELDS: Final = ()
 
 
 class Slot:
-    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules."""
+    """Our hooks of one module at one end of one of torch's queues; base of the slots below."""
 
     __slots__ = _NO_FIELDS  # each class below has them: `_torch.Unchanging` could not be a base beside this one else
     _from_public_api = True
@@ -315,8 +328,9 @@ def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any
 
     A step is a hook that edits, one that gets a summary, or None for a group of observers, which run all together. The
     recipe has all of it in one text, since each attribute that is read while tracing becomes a guard: five fields with
-    "/" between them, letters of the steps first. ``trace_hooks.run_pre`` and ``run_post`` read it, and
-    ``ModuleHooks.slot_for`` its beginning: change all of them together.
+    "/" between them, letters of the steps first; the head of ``trace_hooks`` explains each. ``trace_hooks.run_pre`` and
+    ``run_post`` read it, ``ModuleHooks.slot_for`` its beginning, with what ``op_runtime`` has from the text of a graph:
+    change all of them together.
     """
     rows: list[tuple[str, HookAtSite | None, _Entries, str]] = []
     for entry in entries:
@@ -711,7 +725,10 @@ def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
 
 
 def _keep_places(hooks: Any) -> None:
-    """Put our slots first and last in one of torch's dictionaries."""
+    """Put our slots first and last in one of torch's dictionaries; take `LOCK` only if one has to move.
+
+    Slots that fire call this too.
+    """
     for hook_id, end in ((FIRST, 0), (LAST, -1)):
         order = list(hooks)
         if hook_id in order and order[end] != hook_id:
@@ -817,7 +834,8 @@ def _count_by_part(counter: ForwardCounter) -> None:
 
     Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
     ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no
-    part of it is: a hook that came on in the middle of a forward has its first step with the next one.
+    part of it is: a hook that came on in the middle of a forward has its first step with the next one. Takes `LOCK`,
+    in a firing, where it has found such a part.
     """
     model = counter.model()
     if model is None:

@@ -1,14 +1,21 @@
 """Attach hooks to an optimizer: around its step, and on saving and loading its state; look through its wrappers.
 
-Users, ``watch``, its alarm and ``first_bad`` call `attach_optimizer`; ``attach_everywhere`` puts a hook on every
-optimizer. Torch's own dictionaries, of an optimizer or of the process, have one `_TorchHook` of each kind, which runs
-our hooks in our order. The names of those dictionaries and of torch's verbs are made of the values of `Kind`
-(``_torch.optimizer_hooks``).
+Users call `attach_optimizer`; so do ``watch.hooks``, and in ``debug.first_bad`` ``step_alarm`` and
+``find_bad_operations``. ``everywhere`` puts a hook on every optimizer by `hook_optimizers_everywhere`; ``find`` lists
+hooks by `optimizer_entries`. `_OptimizerHooks` keeps the hooks of ours on one optimizer. For each kind that is needed
+it registers one `_TorchHook` with torch, which runs our hooks of that kind in our order. ``step_pre`` comes with any
+other kind (unless torch is calling hooks of that kind just then), since it counts the steps.
+
+The values of `Kind` are parts of torch's names here (``register_step_pre_hook``, ``_torch.optimizer_hooks``), so a new
+kind has to be called as torch calls it. If its hooks may return something, `_edited` has to know the kind. The head of
+``kinds`` has the rest of that list.
 
 Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
-are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
-``attached``, ``guard``, ``integrations``, ``debug``) finds the one that makes the steps by `unwrap_optimizer`; where it
-has to take hooks, by `checked_optimizer` (``trace``, ``follow``). A new wrapper is a name in `_INNER`.
+are subclasses of ``torch.optim.Optimizer`` that were never set up as one. `unwrap_optimizer` finds the optimizer that
+makes the steps; ``find``, ``guard``, ``integrations`` and ``debug.first_bad`` call it. `checked_optimizer` also raises
+if that takes no hooks; `attach_optimizer`, ``watch.hooks``, ``step_alarm``, ``debug.compare.trace`` and
+``integrations.follow`` call it. A wrapper with another attribute needs its name in `_INNER`, and a line in ``WRAPPERS``
+of tests/sites/test_optimizer_wrappers.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
 """Report what became of an attachment: matched, attached, fired how often, last when; and why a hook never fired.
 
+An `Attachment` is what one call of ``attach``, or of another verb, asked for; its entries are its hooks, one for each
+place (head of ``hook_at_site``). All here is read from these; nothing is changed.
+
 A `HookHandle` calls `receipt_of` for ``report()``, and `warn_if_never_fired` for ``remove()``. Others ask why a module
 is silent: ``capture`` and ``engines.live_hooks`` by `likely_cause`, ``debug.diagnose`` and ``engines.request_results``
-by `cause_around`. All of it is read from the entries of an `Attachment`; nothing here changes them.
+by `cause_around`. ``attach_function`` sets `NOT_CALLED`.
 
-A cause is a guess for the user: a new one is a sentence in `cause_around` if modules alone tell it, so that all callers
-have it, else in `likely_cause`; for hooks on functions, in `_cause_at_function`.
+The fields of `Receipt` and `SiteReceipt`, and `Receipt.silent`, are public: users read them, and ``capture`` and
+``engines`` do too. Rename or remove none without the steps of docs/versioning.md.
+
+A cause is a guess for the user. A new cause that the modules alone tell is a sentence in `cause_around`, so that all
+callers have it; any other one goes into `likely_cause`, or, for hooks on functions, into `_cause_at_function`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, norm, head, router.
 
-``targets`` calls `modules_in_role` for a target such as ``"role:resid"``, and `Cache` for ``cache["resid", 3]``. Users,
-``debug.parity``, ``observe.index`` and an error of ``targets`` call `find_roles` for all of them; the verbs and
-products with ``role=`` and ``layer=`` make a target of these by `with_role`. The parts of an attention module come from
-``attention``. No table of model families is used: the answer comes from which lists, matrices and shapes a model has,
-and from the few words that all libraries share (``attn``, ``mlp``, ``expert``).
+``targets`` calls `modules_in_role` for a target such as ``"role:resid"``, and `Cache` (``capture``) for
+``cache["resid", 3]``. Users, ``debug.parity``, ``observe.index`` and an error of ``targets`` call `find_roles` for all
+of them. ``attach``, ``find``, ``capture``, ``patch`` and ``watch`` make a target of ``role=`` and ``layer=`` by
+`with_role`. The parts of an attention module come from ``attention``. No table of model families is used: the answer
+comes from which lists, matrices and shapes a model has, and from the few words that all libraries share (``attn``,
+``mlp``, ``expert``).
 
-For a model with other words, add these to one of the regular expressions below. The names of roles are public, and
-``observe.index`` and ``debug.parity`` ask for some of them: rename none. A place inside of attention is called
-``module:role`` (``"layers.3.self_attn:q"``); ``targets`` takes that apart again, by the roles in `PARTS`.
+For a model with other words, add these to one of the regular expressions below, or to `_HEADS`, `_ALL_EXPERTS` or
+`_ADAPTED`, with a model in tests/sites/test_roles.py. The names of roles are public, and ``observe.index`` and
+``debug.parity`` ask for some of them: rename none. `ROLES` says what a new role needs. A place inside of attention is
+called ``module:role`` (``"layers.3.self_attn:q"``); ``targets`` takes that apart again, by the roles in `PARTS`.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ ROLE: Final = "role:"
 """What a target begins with that names a role."""
 ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "unembed", "router")
 """Output of a block; attention and MLP inside it; embedding of the tokens; norm after the last block; logits; choice of
-experts. Tensors inside of attention have the roles of `PARTS`. A new role needs an entry in `_roles` too, and one in
-`IN_BLOCKS` if each block may have it."""
+experts. Tensors inside of attention have the roles of `PARTS`: the head of ``attention`` says what a new one needs.
+A new role here needs an entry in `_roles` too, and one in `IN_BLOCKS` if each block may have it; in
+``observe.index._BY_TOKEN`` if its output has a row for each token; a word in the docstrings of `find_roles`, and of
+``role:`` in `attach` and `capture`; a row in docs/roles.md; and a test in tests/sites/test_roles.py."""
 IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
 """Roles that each block may have, and so a number."""
 # What `role_target` writes: "role:mlp", "role:mlp.3", "role:mlp.0:4".

@@ -1,13 +1,16 @@
 """Select the modules of a model that a target means.
 
-``attach``, ``find``, ``parameters`` and all products with a ``target=`` (``capture``, ``watch``, ``patch``, ``specs``,
-``trace``, ``serve``, engines, factories, …) call `select`, or `choose`, with any `Target`: glob, regular expression,
-role, type, predicate, module, a list of these, None. ``functions.function_names`` and ``debug.compare`` take
-`name_matcher` for globs over other names.
+``attach``, ``find`` and most products with a ``target=`` (``capture``, ``watch``, ``patch``, ``specs``, ``trace``,
+``serve``, ``engines``, ``factories``, …) call `select`, or `choose`, with any `Target`: glob, regular expression, role,
+type, predicate, module, a list of these, None. ``parameters`` and ``functions.function_names`` have their own search
+over other names, and take `name_matcher`, `as_list`, `excluded` and `describe` from here; ``debug.compare`` takes
+`name_matcher`. Many call `check_model` first; ``attach_function`` calls `found_by`, ``patch`` `named_modules`.
 
-A new form of target needs a branch in `_matching`, in `describe`, in `_no_match`, in ``hook_types.Target``, and, if it
-cannot be meant as a hook, its type in ``attach._TARGETS``; to name parameters, a branch in ``parameters``. Names come
-out without wrappers (``wrappers``); users keep them in specs, caches and traces.
+A new form of target needs a branch in `_matching` (and its error there), in `describe`, in `_no_match`, in
+``hook_types.Target``, in ``target:`` of the docstring of `attach`, in docs/tour.md, and a test in
+tests/sites/test_select.py. If it holds several targets, it needs one in `as_list` and `excluded` too; if it cannot be
+meant as a hook, its type in ``attach._TARGETS``; to name parameters, a branch in ``parameters``. Names come out without
+wrappers (``wrappers``); users keep them in specs, caches and traces.
 
     >>> from torch import nn
     >>> [name for name, _ in select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "#")]

@@ -1,15 +1,21 @@
 """Look through modules that only wrap another one, and name modules as if nothing were wrapped.
 
-``targets`` and everything that names modules call `walk` or `clean_modules`; ``module_hooks``, ``training``, ``watch``
-and others call `unwrap` for the model to count or save; ``capture``, ``receipt`` and ``engines`` find a module by its
-name by `submodule`. ``torch.compile``, DDP, FSDP, DataParallel, activation
-checkpointing, weight averaging and PEFT each keep the module they wrap as a child of theirs, whose key then sits in
-every name below. A wrapper is known by the type of the parent: a user's own attribute called ``module`` is an attribute
-like any other.
+`_INNER` lists the wrappers: ``torch.compile``, DDP, FSDP, DataParallel, activation checkpointing, weight averaging and
+PEFT. Each keeps the module it wraps as a child, and the key of that child sits in every name below. Names from this
+file leave these keys out. Users write such names and files keep them, so they have to be the same however a model is
+wrapped. A wrapper is known by the type of the parent: a user's own attribute called ``module`` is kept in names.
 
-A new wrapper is a row of `_INNER`; one of PEFT's that may call the ``forward`` of what it wraps has its key in `_TUNED`
-too. The names without wrappers are those that users write and files keep, so a model has to have the same names however
-it is wrapped.
+Much of the package calls this file. To list modules, ``targets``, ``roles``, ``find`` and others call `walk`;
+``debug``, ``analyses``, ``sglang`` and others `clean_modules`. ``module_hooks``, ``watch``, ``serve`` and others call
+`unwrap` for the model that is meant. ``capture``, ``receipt`` and ``engines`` find a module by its name by `submodule`.
+``training.state`` (what is saved) and ``training.ranks`` (which wrapper averages gradients) go inwards by `inner_key`.
+``module_hooks`` and ``targets`` ask `WRAPPER_KEYS` whether they have to look at all, ``everywhere`` `is_wrapper_type`.
+
+A new wrapper needs a row of `_INNER`, a line in ``WRAPS`` of tests/sites/test_wrappers.py, and its name in
+docs/behaviour.md ("Wrapped models"). A tuner of PEFT that may call the ``forward`` of what it wraps needs its key in
+`_TUNED`. A wrapper that adds no state of its own needs its class name in ``_AROUND`` of ``training.state``; one that
+shards the model has to be known in ``_is_parallel`` of ``training.ranks``, and one that averages its gradients in
+``averaging_model`` there too.
 
     >>> [(name, type(module).__name__) for name, module, *_ in walk(nn.DataParallel(nn.Sequential(nn.ReLU())))]
     [('', 'DataParallel'), ('', 'Sequential'), ('0', 'ReLU')]
