@@ -8,9 +8,10 @@ A new error needs: a built-in base; a line in the tree below; a section of docs/
 in alphabetical order, to which `help_line` leads; a line in ``BUILTINS`` of tests/test_errors.py; a word in ``ERRORS``
 of tests/test_public_names.py, behind ``errors:``, and behind the package whose stub (``__init__.pyi``) exports it, if
 one does; and a code in ``refusal_from_error`` if 400 is wrong. A new warning derives from `HooklineWarning`. It needs
-the section, and a word in the set that ``test_every_error_of_the_module_is_public_and_has_a_builtin``
-(tests/test_errors.py) adds to ``BUILTINS``. Errors end with their address by themselves. A warning has no notes, so who
-warns puts `help_line` into the text, if it is to be there (as sites/receipt.py).
+the section, a word in ``WARNINGS`` of tests/test_public_names.py, and a word in the set that
+``test_every_error_of_the_module_is_public_and_has_a_builtin`` (tests/test_errors.py) adds to ``BUILTINS``. Errors end
+with their address by themselves. A warning has no notes, so who warns puts `help_line` into the text, if it is to be
+there (as sites/receipt.py).
 
     HooklineError
     ├── NoMatchError        KeyError             a target that selects nothing
