@@ -5,8 +5,8 @@ stub do. The stub (``__init__.pyi``) beside it is the list of names: type checke
 site (docs/site/site_pages.py) read it too. A new public name is one line there, ``from HOME import NAME as NAME``
 (lines of any other form are passed over), and a word in the table of its make (FUNCTIONS, CLASSES, …) in
 tests/test_public_names.py. The top lists 50 names at most. Sinks and factories need more: CONTRIBUTING.md says what. A
-new package is a line ``from hookline import NAME as NAME`` in the stub of the top, and a word in ``LAZY`` of that test,
-which then checks its names.
+new package is a line ``from hookline import NAME as NAME`` in the stub of the top, its layer in .importlinter, and a
+word in ``LAZY`` of that test, which then checks its names.
 
 ``import hookline`` must not import torch, nor anything else that takes time.
 """

@@ -1,9 +1,9 @@
 """Write a file as a whole, and let one process at a time work on something.
 
-`replace_file` writes what others may read meanwhile: pages, ``run.json``, positions of sinks, checkpoints, tensors of
-traces and exports, among others. A reader finds the old content or the new one, never half of it. That holds while the
-machine runs: there is no fsync here. Who needs the file after a loss of power does that in the function it passes as
-``write``, as lifecycle/checkpoint_file.py does. A file that only grows is records/append_file.py.
+`replace_file` writes what others may read meanwhile: pages, ``run.json``, how far each sink has read, checkpoints,
+tensors of traces and exports, among others. A reader finds the old content or the new one, never half of it. That holds
+while the machine runs: there is no fsync here. Who needs the file after a loss of power does that in the function it
+passes as ``write``, as lifecycle/checkpoint_file.py does. A file that only grows is records/append_file.py.
 
 `take_lock` is for a record log (records/log.py: one writer), for the helper process of the sinks (records/helper.py)
 and for a run's folder of checkpoints (training/checkpoints.py, which also asks `lock_holder` whose lock it is). The

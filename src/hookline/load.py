@@ -2,7 +2,8 @@
 
 cli/commands.py, runs/find.py, runs/build.py and the helper process of the sinks (records/helper.py) call `load_object`
 with ``path/file.py:Name`` or ``package.module:Name``. runs/read.py calls `from_folder` for the paths in a file of
-settings. ``load_object`` of training/state.py is another one: it loads states.
+settings. cli/commands.py and runs/build.py also use the functions for ``sys.argv`` and ``sys.path``. ``load_object`` of
+training/state.py is another one: it loads states.
 
 An unknown name is an error that lists the names there are. An error inside a user's file is passed on unchanged. A file
 is run once and kept in `sys.modules` under its own name, so that pickle and dataclasses find its classes; if that name

@@ -11,8 +11,8 @@ The phase is one for the whole process, not one for each thread: on CUDA a backw
 nobody has entered one, a forward that began in training mode with gradients on is training.
 
 The names in `PHASES` are compared as texts: search all folders for ``"intervention"`` before you change one. What
-`During.state_dict` returns goes into checkpoints: keep its keys. Tests: tests/observe/watch/test_watch_steps.py and
-tests/training/test_interventions.py, among others.
+`During.state_dict` returns is in the state of a watch (observe/watch/watch.py), which checkpoints hold: keep its keys.
+Tests: tests/observe/watch/test_watch_steps.py and tests/training/test_interventions.py, among others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Show objects as tables: aligned text in a terminal, HTML in a notebook.
 
 Listings, receipts, captures, watches, plans of hooks, reports and results of ``debug`` derive from `ShownAsTable`.
-Others make a `Table` of their cells (handles, ``sinks.memory_sink``, ``debug.parity``). These are in ``sites``,
-``observe``, ``debug``, ``lifecycle``, ``report``, ``sinks`` and ``testing``: grep for ``hookline.tables`` before you
-change a name. ``observe.heat_map``, ``observe.capturing`` and ``debug.compare.result`` also use the parts for HTML,
-such as `line`, `legend` and `picture`. ``report`` and ``debug`` put the HTML of tables into pages.
+Others make a `Table` of their cells (``sinks.memory_sink``, ``debug.parity``, ``debug.diagnose``). These are in
+``sites``, ``observe``, ``debug``, ``lifecycle``, ``report``, ``sinks`` and ``testing``: grep for ``hookline.tables``
+before you change a name. ``observe.heat_map``, ``observe.capturing`` and ``debug.compare.result`` also use the parts
+for HTML, such as `line`, `legend` and `picture`. ``report`` and ``debug`` put the HTML of tables into pages.
 
 This file must not import torch: ``report`` and ``sinks.memory_sink`` use it and start without torch, which takes
 seconds to import. The HTML has no script and no style sheet, as viewers drop these from a notebook that they do not

@@ -6,11 +6,11 @@ loops (training/run.py) make the `Guard` of a run and keep it. `ModelDataContext
 the loops, for the gradients of a target, call `rollback`. A `Guard` has a `Snapshot` of the run (guard/snapshot.py). Of
 each block it has the `TorchSwitches` and a `GuardReceipt`, which it fills in at the end.
 
-To change: a scope is in `SCOPES`, `_FORBIDDEN`, `Guard.save`, ``Guard._restore`` and `_forbidden_message` here, in
-``Scope`` of lifecycle/hook.py, in ``_SCOPES`` of lifecycle/registry.py and in docs/guard.md. The kinds of changes in
-`_FORBIDDEN` are those of `StateChange` (guard/walk.py, which says where else they are). A new switch of torch is an
-entry of `_SWITCHES`, or of a table of sites/_torch.py that is in it, a turn in ``TURNS`` of
-tests/guard/test_guard_data.py, and a word in the row "switches of torch" of docs/guard.md.
+To change: a scope is in `SCOPES`, `_FORBIDDEN`, `Guard.save`, `Guard.protecting`, ``Guard._restore`` and
+`_forbidden_message` here, in ``Scope`` of lifecycle/hook.py, in ``_SCOPES`` of lifecycle/registry.py and in
+docs/guard.md. The kinds of changes in `_FORBIDDEN` are those of `StateChange` (guard/walk.py, which says where else
+they are). A new switch of torch is an entry of `_SWITCHES`, or of a table of sites/_torch.py that is in it, a turn in
+``TURNS`` of tests/guard/test_guard_data.py, and a word in the row "switches of torch" of docs/guard.md.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ guard/loaders.py use `kept_rng`. `Snapshot`, the audit, ``check_hook``, ``find_b
 training/state.py take `RandomStates`. guard/digest.py and guard/loaders.py read `stream_states` and `run_seed`.
 Checkpoints (training/state.py) save each stream, and the marks of `hook_stream`.
 
-All cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are
-passed. What hooks draw depends on where the run is, and differs from firing to firing.
+All of these cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators
+that are passed. What hooks draw depends on where the run is, and differs from firing to firing.
 
 To add a stream: a row of `_HOST_STREAMS`; a branch of `_digest` if its state is no tensor; a line each in ``streams``
 and ``set_streams`` of training/state.py; a line in ``seed_everything`` of runs/find.py; its name in docs/guard.md. To

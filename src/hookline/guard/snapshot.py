@@ -570,7 +570,7 @@ class Snapshot:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients may be views of DDP's buckets, which a backward pass writes even while they are parked."""
+        """Whether gradients may be views of DDP's buckets, which a backward pass writes also while they are off."""
         return any(getattr(module, "gradient_as_bucket_view", False) for module in self.roots["model"].modules())
 
     # -- saving --------------------------------------------------------------------------------------------------
