@@ -1,9 +1,14 @@
 """Import the public names of a package when they are first used.
 
-The ``__init__.py`` of each public package calls `lazy_names`. The stub beside it (``__init__.pyi``) is the one list of
-names; type checkers and editors read it too. A new public name is one line there, ``from HOME import NAME as NAME``
-(lines of any other form are passed over), and a word in tests/test_public_names.py. ``import hookline`` must not import
-torch, nor anything else that takes time.
+The ``__init__.py`` of each public package calls `lazy_names`; ``hookline`` itself and the folders below it that have a
+stub do. The stub (``__init__.pyi``) beside it is the list of names: type checkers, editors and the reference of the
+site (docs/site/site_pages.py) read it too. A new public name is one line there, ``from HOME import NAME as NAME``
+(lines of any other form are passed over), and a word in the table of its make (FUNCTIONS, CLASSES, …) in
+tests/test_public_names.py. The top lists 50 names at most. Sinks and factories need more: CONTRIBUTING.md says what. A
+new package is a line ``from hookline import NAME as NAME`` in the stub of the top, its layer in .importlinter, and a
+word in ``LAZY`` of that test, which then checks its names.
+
+``import hookline`` must not import torch, nor anything else that takes time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The public names of the edits for `hookline.patch`: what becomes of an activation.
+"""Give the edits for `hookline.patch` their public names: an edit says what becomes of an activation.
 
-They are written in ``observe/patching.py``, which says what a new one needs; it is listed here twice.
+Users call these as ``hookline.edits.NAME``. They are written in observe/patching.py, whose head says what a new one
+needs there. Besides, it is listed twice here, behind ``edits:`` in tests/test_public_names.py, and in the pages about
+edits: docs/tour.md, docs/roles.md or docs/recipes/models.md. Tests: tests/observe/patch.
 
 Recipe::
 

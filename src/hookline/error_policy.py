@@ -1,9 +1,15 @@
 """Decide what follows when a hook or a sink raises: count it, go on or not, log and warn once.
 
-`ManagedHooks` (the hooks of a `HookManager`), hooks made from specs, hooks of engines, and `FanOut` (records/log.py),
-with its `HelperProcess`, have an `ErrorPolicy` each; most folders call `warn_user` or `error_text`. A warning may raise
-(``-W error``), so ``warn_later`` keeps it until nothing else is under way. The values of `ON_ERROR` are listed again in
-the options ``on_error`` of runs/run.py, specs/hook_spec.py and engines/request_options.py: change them together.
+These have an `ErrorPolicy`: `ManagedHooks`, which has the hooks of a `HookManager` (lifecycle/managed_hooks.py); hooks
+made from specs (specs/apply_specs.py); hooks of engines (engines/live_hooks.py); `FanOut` (records/log.py), which
+shares its own with its `HelperProcess` (records/helper.py). Most folders call `warn_user` or `error_text`. A warning
+may raise (``-W error``), so ``warn_later`` keeps it until nothing else is under way; then ``warn_pending`` warns.
+
+A new value of `ON_ERROR` also goes into: the options ``on_error`` of runs/run.py, specs/hook_spec.py and
+engines/request_options.py; `_CONSEQUENCES` here and in lifecycle/managed_hooks.py; ``_AFTER_ERROR`` of cli/run.py; the
+places that compare ``on_error`` with a value (``on_error`` with ``==`` or ``!=``); and docs/lifecycle.md,
+docs/specs.md, docs/integrations.md, docs/distributed.md, docs/serving.md and docs/command_line.md. Tests:
+tests/test_errors.py.
 """
 
 from __future__ import annotations

@@ -1,15 +1,23 @@
-"""The errors and warnings of hookline: each says what was asked, what was found, and what to do next.
+"""Define the errors and warnings of hookline: each says what was asked, what was found, and what to do next.
 
-Every folder raises them. ``cli/main.py`` prints them, and ``serve/http/error_answers.py`` turns some classes into HTTP
-codes: change a class there too. Each is also the built-in error that a caller would expect, so ``except KeyError``
-catches a mistyped name given to ``attach``. A new class needs such a base, a line in the tree below and a section of
-docs/errors.md with its name as the heading, to which `help_line` leads.
+Most folders raise them. Each is also the built-in error that a caller would expect, so ``except KeyError`` catches a
+mistyped name given to ``attach``. cli/main.py prints them. ``refusal_from_error`` of serve/http/error_answers.py turns
+some classes into HTTP codes, and all others into 400. engines/vllm/vllm_hooks.py finds a class by its name.
+
+A new error needs: a built-in base; a line in the tree below; a section of docs/errors.md with its name as the heading,
+in alphabetical order, to which `help_line` leads; a line in ``BUILTINS`` of tests/test_errors.py; a word in ``ERRORS``
+of tests/test_public_names.py, behind ``errors:``, and behind the package whose stub (``__init__.pyi``) exports it, if
+one does; and a code in ``refusal_from_error`` if 400 is wrong. A new warning derives from `HooklineWarning`. It needs
+the section, a word in ``WARNINGS`` of tests/test_public_names.py, and a word in the set that
+``test_every_error_of_the_module_is_public_and_has_a_builtin`` (tests/test_errors.py) adds to ``BUILTINS``. Errors end
+with their address by themselves. A warning has no notes, so who warns puts `help_line` into the text, if it is to be
+there (as sites/receipt.py).
 
     HooklineError
     ├── NoMatchError        KeyError             a target that selects nothing
     ├── TargetError         ValueError           an empty target, or one of another model
     ├── KindError           ValueError           an unknown kind of hook
-    ├── OptionError         ValueError TypeError an option that the kind does not take
+    ├── OptionError         ValueError TypeError an option with a wrong value, or that does not go with the others
     │   └── MissingPackageError  ImportError     an option that needs a package which is not installed
     ├── HookSignatureError  TypeError            a hook that cannot take what the kind hands over
     ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
@@ -32,6 +40,9 @@ docs/errors.md with its name as the heading, to which `help_line` leads.
     ├── NonFiniteError      FloatingPointError   NaN or infinity, where a hook was told to stop there
     ├── HookCheckError      AssertionError       a hook that does not do what hooks promise
     └── HooksLeftError      AssertionError       hooks where none were expected
+
+    HooklineWarning         UserWarning          every warning of hookline
+    └── HookNeverFired                           a hook that came off without having fired
 """
 
 from __future__ import annotations
@@ -39,11 +50,12 @@ from __future__ import annotations
 from typing import Final
 
 DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
-"""Where the pages are. The one place that says so: change it when they move."""
+"""Where the pages are, for `help_line`. pyproject.toml and SECURITY.md have the address of the repository too: change
+them together."""
 
 
 def help_line(error: type[BaseException] | type[Warning]) -> str:
-    """Return the line that leads to the section about ``error``, or about the nearest of its bases that has one."""
+    """Return the line that leads to the section about ``error``, or about the nearest of its bases in this file."""
     known = next(base.__name__ for base in error.__mro__ if base.__module__ == __name__)
     return f"See {DOCUMENTATION}/errors.md#{known.lower()}"
 
@@ -76,7 +88,7 @@ class KindError(HooklineError, ValueError):
 
 
 class OptionError(HooklineError, ValueError, TypeError):
-    """The option does not go with this kind of hook."""
+    """An option has a wrong value, or does not go with the others; the message names it and what it takes."""
 
 
 class MissingPackageError(OptionError, ImportError):

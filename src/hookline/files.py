@@ -1,10 +1,16 @@
 """Write a file as a whole, and let one process at a time work on something.
 
-`replace_file` writes pages, ``run.json``, positions of sinks, checkpoints and other files of tensors: a reader finds
-the old content or the new one, never half of it. `take_lock` is for record logs (one writer), the helper process of the
-sinks and folders of checkpoints: the lock is a file, removed on release, and the system frees the lock of a process
-that died. To close any handle of a locked file frees the lock of this process, so a lock has a file of its own, beside
-what it is for, that nobody else opens.
+`replace_file` writes what others may read meanwhile: pages, ``run.json``, how far each sink has read, checkpoints,
+tensors of traces and exports, among others. A reader finds the old content or the new one, never half of it. That holds
+while the machine runs: there is no fsync here. Who needs the file after a loss of power does that in the function it
+passes as ``write``, as lifecycle/checkpoint_file.py does. A file that only grows is records/append_file.py.
+
+`take_lock` is for a record log (records/log.py: one writer), for the helper process of the sinks (records/helper.py)
+and for a run's folder of checkpoints (training/checkpoints.py, which also asks `lock_holder` whose lock it is). The
+lock is a file, removed on release. The system frees the lock of a process that died. If a process closes any handle of
+a locked file, the system frees that process's lock too. So a lock is a file of its own, beside what it is for, that
+nobody else opens. Tests: tests/test_files.py; for locks tests/sinks/test_log.py and
+tests/training/loops/test_checkpoints.py.
 """
 
 from __future__ import annotations
@@ -27,7 +33,8 @@ def replace_file(path: Path, write: str | bytes | Callable[[Path], object]) -> N
     Recipe: ``replace_file(Path("runs/x/run.json"), json.dumps(facts))``, or, with a function that writes the draft,
     ``replace_file(path, lambda draft: save_file(tensors, draft))``.
 
-    The folder has to be there. If writing fails, the old file stays as it is, and nothing is left beside it.
+    The folder has to be there. If writing fails, the old file stays as it is, and nothing is left beside it. A process
+    that is killed meanwhile leaves its draft, a file whose name begins with a dot.
 
     Args:
         path: The file.

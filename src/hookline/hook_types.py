@@ -1,9 +1,12 @@
-"""The shapes of hooks and options, as type aliases; the one vocabulary that every folder shares.
+"""Name the shapes of hooks and options: type aliases that signatures in several folders share.
 
-Signatures and annotations in sites, observe, debug and factories import them, under TYPE_CHECKING alone; users import
-them as ``hookline.hook_types``, and the aliases of module and function hooks are for users alone. Nothing here may
-import torch at run time, as ``import hookline`` must not; so aliases that need it are texts. What each kind of hook is
-called with is decided in sites/kinds.py (`SiteType.args`), what a target may be in sites/targets.py: change together.
+``sites``, ``observe``, ``debug`` and ``factories`` import `Hook`, `Grads`, `Target` and `Scope`, under TYPE_CHECKING
+alone. Users import aliases as ``hookline.hook_types``. Those of module and function hooks are for users alone, and are
+listed behind ``hook_types:`` in tests/test_public_names.py and in docs/sources.md.
+
+Nothing here may import torch at run time, as ``import hookline`` must not; so aliases that need it are texts. What each
+kind of hook is called with is decided in sites/kinds.py (`SiteType.args`): change the alias with it. What a target may
+be is decided in sites/targets.py, whose head says what a new form of target needs.
 """
 
 from __future__ import annotations

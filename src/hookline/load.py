@@ -1,9 +1,13 @@
 """Load the object that a name means: an experiment, a model, a hook, a sink.
 
-The command line (cli/commands.py), runs (find, build) and the helper process of the sinks call `load_object` with
-``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error that lists the names there are; an error
-inside a user's file is passed on unchanged. A file is run once and kept in `sys.modules` under its own name, so that
-pickle and dataclasses find its classes.
+cli/commands.py, runs/find.py, runs/build.py and the helper process of the sinks (records/helper.py) call `load_object`
+with ``path/file.py:Name`` or ``package.module:Name``. runs/read.py calls `from_folder` for the paths in a file of
+settings. cli/commands.py and runs/build.py also use the functions for ``sys.argv`` and ``sys.path``. ``load_object`` of
+training/state.py is another one: it loads states.
+
+An unknown name is an error that lists the names there are. An error inside a user's file is passed on unchanged. A file
+is run once and kept in `sys.modules` under its own name, so that pickle and dataclasses find its classes; if that name
+is another module's, under ``hookline_file_`` and the name. Tests: tests/cli/test_commands.py.
 """
 
 from __future__ import annotations

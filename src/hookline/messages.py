@@ -1,7 +1,11 @@
 """Build the sentences of errors and warnings: values and sizes in short, near names, where a warning points to.
 
-Every folder calls these: errors and reports `type_name`, `counted`, `listed`, `short_repr` and the functions for near
-names; warnings `caller_stacklevel`. They may import nothing but the standard library, as every other file imports them.
+Most folders call these: errors and reports `type_name`, `counted`, `listed`, `short_repr` and the functions for near
+names; warnings `caller_stacklevel`. This file imports nothing but the standard library: files that start without torch
+import it, and files of every layer.
+
+Many tests and docs pages have sentences that are made here, so a change of the form shows there: run the tests and the
+check of the pages (docs/check.py).
 """
 
 from __future__ import annotations

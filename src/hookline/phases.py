@@ -1,12 +1,18 @@
 """Say what the run is doing (train, eval, intervention), and decide which passes ``during=`` counts.
 
-Whoever runs the model enters `in_phase`: the loops, adapters of other trainers, `HookManager` around hooks, and tools
-that make passes of their own (``debug.first_bad``, ``debug.parity``). Watches, Metta's feeders and ``analyses.weights``
-ask `During` whether a pass counts; captures do not. Alarms, audits, ``first_bad``, traces, ``analyses.gradients`` and
-integrations ask `phase` alone. `kept_modes` and `in_eval_mode` serve evaluations, ``debug.parity`` and the guard.
+Whoever runs the model enters `in_phase`: the loops (training/run.py), runs of other trainers
+(integrations/host_run.py), `HookManager` around hooks, and tools that make passes of their own (``debug.first_bad``,
+``debug.parity``). Watches, the trackers of metta/builders.py and analyses/weights.py ask `During` whether a pass
+counts; captures do not. Among those that ask `phase` alone are watches at an optimizer's step, step alarms, audits,
+``debug.first_bad``, traces, analyses/gradients.py and ``integrations``. `kept_modes` and `in_eval_mode` serve
+evaluations (training/run.py), ``debug.parity`` and guard/model_context.py.
 
 The phase is one for the whole process, not one for each thread: on CUDA a backward runs in a thread of its own. Where
 nobody has entered one, a forward that began in training mode with gradients on is training.
+
+The names in `PHASES` are compared as texts: search all folders for ``"intervention"`` before you change one. What
+`During.state_dict` returns is in the state of a watch (observe/watch/watch.py), which checkpoints hold: keep its keys.
+Tests: tests/observe/watch/test_watch_steps.py and tests/training/test_interventions.py, among others.
 """
 
 from __future__ import annotations

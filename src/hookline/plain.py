@@ -1,12 +1,14 @@
-"""Copy configurations, and turn values into what JSON can hold. Imports no torch.
+"""Copy configurations, and turn values into what JSON can hold.
 
-``specs``, ``runs``, ``sglang.server_args`` and the lifecycle registry call `own_copy` wherever a configuration comes in
-or goes out, so that nobody writes into that of another. Whatever writes JSON about a run, a comparison or a hook calls
-`to_plain` first (``cli``, ``runs``, ``training.checkpoints``, ``report``, ``debug``, ``engines``, ``integrations``).
-For values of metrics there is another one, ``records.values.to_plain``, which keeps NaN and infinity.
+``specs``, ``runs``, sglang/server_args.py and lifecycle/registry.py call `own_copy` where a configuration comes in or
+goes out, so that nobody writes into that of another. What writes JSON about a run, a comparison or a hook calls
+`to_plain` first: ``cli``, ``runs``, training/checkpoints.py, ``report``, ``debug``, ``engines`` and ``integrations``.
+For values of metrics there is another ``to_plain``, that of records/values.py, which keeps NaN and infinity.
 
-What `to_plain` returns has to be strict JSON. An object that it does not know is no error, but becomes text. Another
-class of objects is a case in `_plain_object`.
+This file must not import torch: specs and settings are checked without it. What `to_plain` returns has to be strict
+JSON. An object that it does not know is no error, but becomes text. Another class of objects is a case in
+`_plain_object`, before the cases that would take it, and one in tests/test_plain.py. Another container that `own_copy`
+is to make anew is a case in `_copied`.
 """
 
 from __future__ import annotations

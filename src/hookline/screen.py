@@ -1,10 +1,13 @@
 """Show how far a run is: a bar where a screen can be redrawn, a line every ten seconds elsewhere.
 
-The loops of ``training`` (``progress=``) start, advance and stop a `RunProgress`; the command line gives them its own.
-`ConsoleSink` is a subclass that shows metrics too: it overrides `advance` and `__rich__` and calls `draw`. Both draw by
-rich, which is imported only when one is made.
+The loops (training/loops.py) make a `RunProgress` for ``progress=True``, or take the one they are given, and stop it.
+`LoopProgress` (training/run.py) starts it, calls `advance`, and gives it the loss and the newest evaluation to show.
+The command line (cli/screen.py) gives the loops its own one. `ConsoleSink` (sinks/console_sink.py) is a subclass that
+shows the metrics of hooks too: it overrides `advance` and `__rich__` and calls `draw`. Both draw by rich, which is
+imported only when one is made.
 
-Nothing here may start a thread (see `draw`), and nothing is read from the device unless it is shown (see `advance`).
+Nothing here may start a thread (see `draw`). Nothing is read from the device unless it is shown (see `advance`). What
+is drawn is in tests/training/loops/test_progress.py, tests/sinks/test_console.py and tests/cli.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _ASCII: Final = {"▲": "^", "▼": "v", "━": "-", "·": "-", "–": "-"}
+"""What stands for a character that a console does not have. The first three are marks of `ConsoleSink` (``trend``); a
+mark that is not here is shown as its number, such as ``\\u25b2``."""
 _BETWEEN_DRAWINGS: Final = 0.1
 """Seconds. A step may take less than a millisecond, and a drawing takes two."""
 _BETWEEN_LINES: Final = 10.0
@@ -35,7 +40,7 @@ def can_redraw(console: Console) -> bool:
 
 
 def screen_text(console: Console, text: str, style: str = "") -> Text:
-    """Return ``text`` for rich, without markup; characters that ``console`` does not have are replaced."""
+    """Return ``text`` for rich, without markup; if ``console`` cannot show all of it, in ASCII (see `_ASCII`)."""
     from rich.text import Text
 
     try:

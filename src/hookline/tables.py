@@ -1,13 +1,16 @@
 """Show objects as tables: aligned text in a terminal, HTML in a notebook.
 
-Receipts, listings, handles, captures, watches, reports and the results of ``debug`` derive from `ShownAsTable`, or make
-a `Table` of their cells. ``capture``, ``debug.compare.result`` and ``observe.heat_map`` also use the parts for HTML
-(`line`, `picture`, `legend`).
+Listings, receipts, captures, watches, plans of hooks, reports and results of ``debug`` derive from `ShownAsTable`.
+Others make a `Table` of their cells (``sinks.memory_sink``, ``debug.parity``, ``debug.diagnose``). These are in
+``sites``, ``observe``, ``debug``, ``lifecycle``, ``report``, ``sinks`` and ``testing``: grep for ``hookline.tables``
+before you change a name. ``observe.heat_map``, ``observe.capturing`` and ``debug.compare.result`` also use the parts
+for HTML, such as `line`, `legend` and `picture`. ``report`` and ``debug`` put the HTML of tables into pages.
 
-This file is in the lowest layer, and must not import torch. The HTML has no script and no style sheet, which viewers
-drop from a notebook that they do not trust. Colours are laid over those of the page with some transparency, so that a
-text can be read in a light theme and in a dark one. Cells are texts: shading reads numbers out of them (``_number``),
-so a column with ``heat`` holds what ``float`` takes, with commas allowed.
+This file must not import torch: ``report`` and ``sinks.memory_sink`` use it and start without torch, which takes
+seconds to import. The HTML has no script and no style sheet, as viewers drop these from a notebook that they do not
+trust. Colours are laid over those of the page and are partly transparent, so a text can be read in a light theme and in
+a dark one. Cells are texts. Shading reads numbers out of them (`_number`), so a column that ``heat`` shades holds what
+``float`` takes, with commas allowed. Tests: tests/test_tables.py.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ ON: Final = "on, .remove() takes it off"
 OFF: Final = "off"
 """The same for hooks that are off."""
 THE_MODEL: Final = "(the model)"
-"""How tables name a model itself, whose name is empty."""
+"""How tables name a model itself, whose name is empty. sites/receipt.py, debug/audit/audit.py, debug/diagnose/doctor.py
+and cli/run.py write the same words out: change them too."""
 
 _MAX_HTML_ROWS: Final = 500
 """A notebook keeps what it has shown, and a browser slows down on large tables."""
@@ -194,10 +198,11 @@ _NOT_FINITE: Final = (240, 190, 0)
 _MOST_OF_TEXT: Final = 0.6
 """How much of a shade covers the page behind a text, at most: the text stays readable on both themes."""
 _LEVELS: Final = 127
-"""Shades on each side of zero; with zero and the one for NaN and Inf they fill the palette of a picture."""
+"""Shades on each side of zero. With zero, and the shade for NaN and Inf, they fill the 256 of a picture's palette."""
 _WIDEST_CELL: Final = 16
+"""How many pixels of the screen one number of a picture is wide and high, at most."""
 _WIDTH: Final = 480
-"""Pixels on the screen: of one number of a picture at most, and of a whole one at least where numbers are many."""
+"""How many pixels of the screen a picture is wide, at most. One with more columns than that has a pixel for each."""
 
 
 def line(text: str) -> str:

@@ -1,13 +1,18 @@
 """Walk the tensors inside any value that a module takes or returns, and rebuild the value with other tensors.
 
-It knows tensor, tuple, namedtuple, list, deque, dict, ModelOutput and dataclass, nested; other containers (a cache
-object, say) are leaves that are left alone. Nearly all folders use it: ``sites`` to watch gradients (`replace`) and in
-compiled code, ``observe`` and ``debug`` to find tensors, ``training`` and ``lifecycle`` to copy states.
+It knows tensor, tuple, namedtuple, list, deque, dict and other mappings (ModelOutput), and dataclass, nested. Other
+containers (a cache object, say) are leaves that are left alone. Most folders use it, among others: ``sites`` to watch
+gradients (`replace`) and in compiled code, ``observe`` and ``debug`` to find tensors, ``training`` and ``lifecycle`` to
+copy states.
 
-What must not change: the compiler traces `leaves`, `inside`, `children`, `put_in` and `twin_of` (``sites.compiled``,
-``patch``), so these do only what it can trace. Paths (``"b.0"``) name tensors in caches and traces on disk, and are the
-same for `leaves` and `map_tensors`. A new kind of container is a branch in `children` and one in `twin_of`; look too
-at `replace`, `rebuilt` and `to_builtins`, and at ``sites.compiled.value_layout``, which ask for types.
+What must not change: the compiler traces `leaves`, `inside`, `children`, `put_in`, `twin_of` and `main_tensor`
+(sites/compiled, observe/patching.py), so these and what they call do only what it can trace. Paths (``"b.0"``) name
+tensors in caches and traces on disk, and are the same for `leaves` and `map_tensors`.
+
+A new kind of container is a branch in `children` and one in `twin_of`. Look too at `replace`, `rebuilt` and
+`to_builtins`, and at ``describe`` and ``_construct`` of sites/compiled/value_layout.py: they ask for types. Test it in
+tests/test_tree.py and tests/observe/patch/test_patch_structures.py. Checkpoints (lifecycle/checkpoint_file.py,
+training/state.py) and the guard (guard/walk.py) have lists of containers of their own.
 
     >>> import torch
     >>> [path for path, _ in leaves({"a": torch.ones(1), "b": (torch.ones(1), 3)})]

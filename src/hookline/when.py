@@ -1,13 +1,25 @@
 """Name the moments of a run: the points at which hooks fire, and the steps at which something is due.
 
-Hooks declare points in ``hook_points``; ``training.loops``, ``integrations.host_run`` or a user's own loop fire them
-through `HookManager.fire`. ``watch``, ``trace``, trackers on layers and the plan of a manager ask a `StepSchedule` at
-each step.
+Hooks declare points in ``hook_points``. The loops (training/loops.py), runs of other trainers
+(integrations/host_run.py) and a user's own loop fire them through `HookManager.fire`. These ask a `StepSchedule` at
+each step: ``watch``, ``trace``, analyses/layers.py and the plan of a manager (lifecycle/managed_hooks.py). For a
+manager, anything with ``is_active(step)`` is a schedule.
 
 The names of points are written to records, logs and files of sinks, and read back: rename none. Their order here is the
-order within an epoch. A new point has to be fired by ``training.loops`` and ``integrations.host_run``; one whose name
-ends with ``_STEP`` is of every step (``is_step``), and goes into `_STEP_POINTS` of lifecycle/manager.py too. For a
-manager, a schedule is anything with ``is_active(step)``.
+order within an epoch.
+
+A new point needs all of this:
+
+- To fire it: training/loops.py and integrations/host_run.py.
+- If an epoch has it before its end: ``begin_epoch`` of `GradientRetention` (training/run.py).
+- If the step loop fires it: ``POINTS`` (training/loops.py) and ``_LOOPS`` (testing/checking.py).
+- If its name ends with ``_STEP``, every step has it (`HookPoint.is_step`): ``_STEP_POINTS`` (lifecycle/manager.py).
+- The loops in the docstring of `HookPoint`, docs/loops.md and docs/lifecycle.md; tests/lifecycle/test_when.py, and the
+  tests that unpack `HookPoint` (grep for ``= HookPoint``).
+
+A new mode of a schedule is a name in `_MODES` and a case in `StepSchedule.is_active`, in ``_next_due`` and in
+``_schedule_text`` (both lifecycle/managed_hooks.py). It goes into the docstrings of `StepSchedule`, into
+tests/lifecycle/test_when.py, and into the modes that tests/training/test_firing.py draws.
 """
 
 from __future__ import annotations
@@ -58,7 +70,7 @@ class HookPoint(enum.Enum):
     POST_EPOCH = "POST_EPOCH"
     """After all batches, the scheduler and the evaluation."""
     SNAPSHOT = "SNAPSHOT"
-    """Now and then, in both loops."""
+    """Once in so many epochs, or steps where steps are counted (``snapshot_every=``)."""
 
     # The enum's own hash and comparison go through Python code (0.2 µs per look-up); members are single objects.
     __hash__ = object.__hash__
@@ -89,6 +101,7 @@ def validate_points(points: HookPoint | str | Iterable[HookPoint | str]) -> froz
 
 
 _MODES: Final = ("continual", "stride", "burst")
+"""The modes of a schedule; the head of this file says where else each has a case."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,16 @@
 """Undo what an intervention did to a run, whether it finished, raised or was interrupted.
 
-`HookManager` saves once per firing and runs every intervention in a ``protecting`` block. The loops make the `Guard` of
-a run and keep it; `ModelDataContext` makes one for other loops. `BadOperationFinder` uses a `Guard` directly. Users,
-`replay_check`, `bisect` and target gradients of the loops call `rollback`. A `Guard` has a `Snapshot` of the run and
-`TorchSwitches` of each block, and fills in a `GuardReceipt` for each block. The names of `SCOPES` are listed again in
-lifecycle/hook.py and lifecycle/registry.py; the kinds in `_FORBIDDEN` are those of `StateChange`: change both together.
+`HookManager` (lifecycle/manager.py) saves once per firing and runs every intervention in a ``protecting`` block. The
+loops (training/run.py) make the `Guard` of a run and keep it. `ModelDataContext` makes one for other loops.
+``find_bad_operations`` uses a `Guard` directly. Users, ``replay_check``, ``bisect`` (debug/compare/bisect_runs.py) and
+the loops, for the gradients of a target, call `rollback`. A `Guard` has a `Snapshot` of the run (guard/snapshot.py). Of
+each block it has the `TorchSwitches` and a `GuardReceipt`, which it fills in at the end.
+
+To change: a scope is in `SCOPES`, `_FORBIDDEN`, `Guard.save`, `Guard.protecting`, ``Guard._restore`` and
+`_forbidden_message` here, in ``Scope`` of lifecycle/hook.py, in ``_SCOPES`` of lifecycle/registry.py and in
+docs/guard.md. The kinds of changes in `_FORBIDDEN` are those of `StateChange` (guard/walk.py, which says where else
+they are). A new switch of torch is an entry of `_SWITCHES`, or of a table of sites/_torch.py that is in it, a turn in
+``TURNS`` of tests/guard/test_guard_data.py, and a word in the row "switches of torch" of docs/guard.md.
 """
 
 from __future__ import annotations
@@ -77,8 +83,7 @@ class TorchSwitches:
     """The switches of torch, of the thread and the process, as they are when this is made.
 
     They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums. `Guard`, the audit,
-    `run_digest` and `find_bad_operations` read them. A new switch is an entry of `_SWITCHES`, or of the tables of
-    sites/_torch.py in it.
+    `run_digest` and `find_bad_operations` read them. The head of this file says what a new switch needs.
     """
 
     def __init__(self) -> None:
@@ -105,10 +110,12 @@ SCOPES: Final = ("reads", "grads", "trains")
 
 _FORBIDDEN: Final = {
     "reads": frozenset({"parameter", "gradient", "other gradient", "state"}),
-    "grads": frozenset({"parameter", "gradient", "state"}),  # "gradient": a write to one that is parked
+    "grads": frozenset({"parameter", "gradient", "state"}),  # "gradient": a write to a parked one
     "trains": frozenset[str](),
 }
-"""The kinds of changes (`StateChange`) that a scope does not allow; all others are undone without an error."""
+"""The kinds of changes (`StateChange`) that a scope does not allow; all others are undone without an error. In a
+block of scope "grads" the run's gradients are parked: taken off the parameters until its end
+(`Snapshot.park_gradients`)."""
 _HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, list[Tensor]]]] = WeakKeyDictionary()
 """The host memory for copies that the latest `rollback` of each model has used. To get such memory from the system
 takes up to ten times as long as to copy. On other devices torch itself keeps what is free."""
@@ -168,7 +175,7 @@ class Guard:
 
     @property
     def gradients(self) -> dict[Tensor, Tensor]:
-        """The run's gradients as they were saved, also while they are parked, by their parameter."""
+        """The run's gradients as they were saved, by their parameter; also while they are parked (taken off)."""
         return self._snapshot.gradients
 
     def save(self, scopes: Iterable[str] = ("trains",), *, batch: Any = None) -> None:

@@ -1,9 +1,14 @@
 """Read the training data again without touching the run's loader; find its samplers, datasets and generators.
 
-`ModelDataContext` and the model context of the loops (training/run.py) call `copy_loader` with a `private_generator`,
-for interventions. Snapshots, checkpoints (training/state.py), `HookManager.fire`, training/experiment.py and
-training/ranks.py call the finders. The run's loader must never be iterated here: that would move its generator, end a
-running epoch early where workers persist, and use up what can be read only once.
+For interventions, `ModelDataContext` (guard/model_context.py) and its subclass of the loops (training/run.py) call
+`copy_loader` with a `private_generator`. The finders (``…_of``, `generators_on`) are called by `roots_of` of
+guard/snapshot.py, ``HookManager.fire``, training/state.py (checkpoints), training/experiment.py and training/ranks.py.
+
+The run's loader must never be iterated here: that would move its generator, end a running epoch early where workers
+persist, and use up what can be read only once. Checkpoints have the states of `generators_of_loader` by number, and the
+count of `num_shuffles`: another order, or a generator more, is another format (training/state.py). The names of
+`samplers_of` begin with "loader", by which guard/walk.py knows where to leave out the data. Tests:
+tests/guard/test_guard_loaders.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Give an intervention its operations on a run: checkpoints, gradients, training, perturbation, data.
+"""Give an intervention its operations on a run: checkpoints in memory, gradients, training, perturbation, data.
 
-The loops (training/run.py) make one for a firing with interventions, of a subclass that overrides
-`run_training_epoch`; other loops give their own to ``HookManager.fire(model_ctx=…)``. The manager passes it to
-``InterventionHook.intervene`` and uses its ``guard``. analyses/interventions.py calls most operations. Each operation
-has to put back gradients and modes itself; what it changes on purpose (weights, optimizer) the `Guard` around the hook
-undoes. Generators come from `private_generator` alone: it draws from no stream of the run, and gives the same in a
-rerun.
+The loops (training/run.py) make one for a firing with interventions, of a subclass that overrides `run_training_epoch`.
+Other loops give their own to ``HookManager.fire(model_ctx=…)``. The manager (lifecycle/manager.py) saves and restores
+the run by its `guard`, reads its `batch`, and passes it to ``InterventionHook.intervene``. analyses/interventions.py
+and hooks of users call the operations, which docs/guard.md shows.
+
+Each operation has to put back gradients and modes itself. What it changes on purpose (weights, optimizer) the `Guard`
+around the hook undoes. Every generator comes from `private_generator` (guard/loaders.py): it draws from no stream of
+the run, and gives the same numbers in an equal run. Tests: tests/guard/test_model_context.py.
 """
 
 from __future__ import annotations
@@ -120,7 +122,10 @@ class ModelDataContext:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the run as they were when the firing began, also where the scope has them parked."""
+        """The gradients of the run as they were when the firing began; also those that the guard has parked.
+
+        Parked: under the scope "grads" they are taken off the parameters, until the hook is over.
+        """
         parked = self.guard.gradients
         found = {name: parked.get(p) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}

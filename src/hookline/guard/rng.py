@@ -1,12 +1,18 @@
 """Save where random streams are, and set them back there.
 
-`HookManager.fire` wraps a firing in `hook_rng`; what else calls or makes hooks (the manager, ManagedHooks, analyses,
-runs/build.py), the audit and loaders.py use `kept_rng`; `Snapshot`, the audit, `check_hook`, `find_bad_operations`,
-the loops and training/state.py take `RandomStates`; digest.py and loaders.py read `stream_states` and `run_seed`.
-Checkpoints (training/state.py) save each stream by the functions below, and the marks of `hook_stream`. All cover the
-streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators that are passed. To add
-a stream: a row of `_HOST_STREAMS`, a branch of `_digest` if its state is no tensor, and a line each in ``streams`` and
-``set_streams`` of training/state.py. What hooks draw depends on where the run is, and is different at every firing.
+``HookManager.fire`` wraps a firing in `hook_rng`, unless each hook that is due promises to draw nothing. What calls or
+makes hooks elsewhere (lifecycle/manager.py, lifecycle/managed_hooks.py, ``analyses``, runs/build.py), the audit and
+guard/loaders.py use `kept_rng`. `Snapshot`, the audit, ``check_hook``, ``find_bad_operations``, training/run.py and
+training/state.py take `RandomStates`. guard/digest.py and guard/loaders.py read `stream_states` and `run_seed`.
+Checkpoints (training/state.py) save each stream, and the marks of `hook_stream`.
+
+All of these cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators
+that are passed. What hooks draw depends on where the run is, and differs from firing to firing.
+
+To add a stream: a row of `_HOST_STREAMS`; a branch of `_digest` if its state is no tensor; a line each in ``streams``
+and ``set_streams`` of training/state.py; a line in ``seed_everything`` of runs/find.py; its name in docs/guard.md. To
+add a type of generator: `GENERATOR_TYPES`, `state_of` and `set_state`. Tests: tests/guard/test_guard_rng.py and
+tests/guard/test_hook_streams.py.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been

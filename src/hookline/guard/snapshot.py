@@ -1,12 +1,17 @@
 """Save a run in memory, tell what has changed since, and put it back.
 
-`Guard`, `ModelDataContext`, the loops (`GradientRetention`, before an epoch) and `KeptSteps` of `find_bad_operations`
-take snapshots. A `Snapshot` has two `SavedPart`s: model and optimizer, used again at the next save as long as they hold
-the same objects, and the rest with the gradients, gone through each time. A part has the containers and tensors that a
-`RunWalk` has found, and of each tensor an alias, with the memory and layout that it had, and a copy of its bytes
-(`MemoryCopies`). To restore, the alias is put back into the tensor, which stays the same object, and the copy into the
-memory. The order of the steps in ``Snapshot.restore`` matters; the comments there say why. A step of training waits for
-each save and restore, so whatever has to be known is asked of all tensors at once (`Question` of walk.py).
+`Guard` (guard/guard.py), `ModelDataContext` (its checkpoints in memory), the loops (`GradientRetention` of
+training/run.py, before an epoch) and ``find_bad_operations`` (`KeptSteps`) take snapshots.
+
+A `Snapshot` has two `SavedPart`s. One is model and optimizer: it is used again at the next save, as long as they hold
+the same objects. The other is the rest with the gradients: it is gone through at each save. A part has the containers
+and tensors that a `RunWalk` (guard/walk.py) has found. Of each tensor it has an alias (another tensor with the memory
+and layout that it had), and a copy of its bytes (`MemoryCopies`). To restore, the alias is put back into the tensor,
+which stays the same object, and the copy is written into the memory.
+
+What must stay: the order of the steps in `Snapshot.restore`; the comments there say why. A step of training waits for
+each save and restore, so whatever has to be known is asked of all tensors at once (`Question` of guard/walk.py).
+docs/guard.md tells what is restored and how long it takes (benchmarks/guarding.py). Tests: tests/guard.
 """
 
 from __future__ import annotations
@@ -565,7 +570,7 @@ class Snapshot:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients may be views of DDP's buckets, which a backward pass writes even while they are parked."""
+        """Whether gradients may be views of DDP's buckets, which a backward pass writes also while they are off."""
         return any(getattr(module, "gradient_as_bucket_view", False) for module in self.roots["model"].modules())
 
     # -- saving --------------------------------------------------------------------------------------------------

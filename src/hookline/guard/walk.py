@@ -1,14 +1,19 @@
 """Find what a run is made of, note what every container of it holds, and put that back.
 
-`Snapshot` builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler, loader, batch); `Guard`
-takes `StateChange` from here. `RunWalk` and `SavedPart` (snapshot.py) compare by `Question` what many objects are now
-with what they were. A walk holds every dictionary, list, set and deque below the objects: hook tables,
-``_parameters``, ``optimizer.state``, ``param_groups``, the attributes of every module and parameter; and lists the
-tensors, arrays and generators in them. Containers are put back in place, so that every reference to one stays right.
-Other objects (a config) are not entered; to have the attributes of one more class saved, add it to `_TYPES` as
-`_OWNED`. The names of the roots come from `roots_of` (snapshot.py): "optimizer" and "scheduler" decide about kinds,
-and below "loader…" the data is left out. Kinds are texts that guard.py, snapshot.py and model_context.py write too:
-search all of guard/ for one before you change it.
+`Snapshot` (guard/snapshot.py) builds a `RunWalk` from the objects of a run (model, optimizer, scheduler, scaler,
+loader, batch). guard/guard.py and guard/snapshot.py make `StateChange`s. `RunWalk` and `SavedPart` (guard/snapshot.py)
+compare by `Question` what many objects are now with what they were.
+
+A walk holds every dictionary, list, set and deque below the objects: hook tables, ``_parameters``, ``optimizer.state``,
+``param_groups``, the attributes of every module and parameter. It lists the tensors, arrays and generators in them.
+Containers are put back in place, so that every reference to one stays right. Other objects (a config) are not entered,
+but for those of a batch.
+
+To have the attributes of one more class saved, add it to `_TYPES` as `_OWNED`, and to ``_ENTERED`` of training/state.py
+(which lists what the guard enters); test it in tests/guard/test_guard_attacks.py. The names of the roots come from
+``roots_of`` (guard/snapshot.py): "optimizer" and "scheduler" decide about kinds, and below "loader…" the data is left
+out. Kinds are texts that guard.py, snapshot.py and model_context.py write too: search guard/ for one before you change
+it.
 """
 
 from __future__ import annotations
@@ -117,7 +122,7 @@ class _Container(NamedTuple):
         return all(map(is_, held, keys)) and all(map(is_, held.values(), self.values))
 
     def has_same_parts(self, other: _Container) -> bool:
-        """Return whether another note of the same container differs by plain values alone: a number, a text."""
+        """Return whether ``other``, made of the same container, differs by plain values alone: a number, a text."""
         ours, theirs = ([value for value in one.values if _category(value)] for one in (self, other))
         return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
@@ -394,7 +399,10 @@ def _is_equal(now: Any, before: Any) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether a value is a hook of hookline in a table of torch: all their classes are below ``sites``."""
+    """Return whether a value is a hook in a table of torch that ``attach`` or the like put there: a class of ``sites``.
+
+    Hooks that other folders register by torch's own functions (integrations/follow.py) are treated as those of a user.
+    """
     return type(value).__module__.startswith("hookline.sites.")
 
 
