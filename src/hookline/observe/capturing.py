@@ -1,16 +1,22 @@
 """Keep what flows through a model: outputs, inputs and gradients, by the names of the modules.
 
-Users call `capture`, and so does `bisect` (debug/compare). It checks the options, puts the hooks of a `CaptureRecorder`
-on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with ``remove()``, or at
-the end of a ``with`` block, and what it holds stays. The recorder makes a `CapturedCall` for each call, and stores
-values in it by a `ValueStore`, which cuts, moves and copies tensors as asked. Reading a value checks that no tensor
-shared with the model was changed since. Edits (`_tensors_of` of patching.py) and comparisons (debug/compare/values.py)
-read `Cache`, `Captured` and `CapturedCall` by the names of their attributes: change a name at all ends together.
+Users call `capture`, and so does bisect_runs.py of ``debug.compare``. It checks the options, puts the hooks of a
+`CaptureRecorder` on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with
+``remove()``, or at the end of a ``with`` block, and what it holds stays. The recorder makes a `CapturedCall` for each
+call, and stores values in it by a `ValueStore`, which cuts, moves and copies tensors as asked. Properties of a call
+(``.output``) check that no tensor shared with the model was changed since; ``values`` and `tensors` do not.
+
+Edits (`_tensors_of` and `_tensor_of` of patching.py) and comparisons (`_of_cache` of debug/compare/values.py) read
+`Cache`, `Captured` and `CapturedCall` by the names of their attributes: change a name at all ends together. A name with
+":" is a place inside of attention (sites/roles.py), which is no module.
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With
 inputs or gradients it is opened before the forward, which may change its inputs in place. A gradient finds its call by
-step and number, so calls must be counted as gradient hooks count them. A new option about what is kept of a tensor is a
-field of `ValueStore`, where `_is_plain` has to know of it; one about which calls are kept, of `CaptureRecorder`.
+step and number, so calls must be counted as gradient hooks count them.
+
+A new option is an argument of `capture` with a line in its docstring. One about what is kept of a tensor is then a
+field of `ValueStore`, where `_is_plain` has to know of it, and goes in where `capture` makes that. One about which
+calls are kept is a field of `CaptureRecorder`. Add it to ``OBSERVERS`` of tests/observe/test_observers_inert.py.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
