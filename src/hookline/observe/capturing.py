@@ -309,7 +309,8 @@ class Captured:
     """
 
     _why_none: Callable[[str], str]
-    """A method of the cache, and first: so copying or pickling this says what to do instead."""
+    """A method of the cache. It is the first field: to copy or pickle this begins with the cache, whose error says what
+    to do instead."""
     name: str
     """The name of the module."""
     calls: tuple[CapturedCall, ...]

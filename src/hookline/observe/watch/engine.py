@@ -11,13 +11,15 @@ address. Taking a tensor must not wait for a CUDA device; one on mps is copied t
 fails at, torch does (`_by_kernel`). `take_all` gives up a place whose tensor cannot be read. `take` and `take_found`
 let errors through: watch hooks and statistics of factories catch them, probes let them end the call.
 
-A new statistic per unit is a class like `ExponentBins`: `name`, `kept` (a tensor or None), `take`, `as_metric`, and
-`on(device)` for what the kernel counts into. Put it into `BY_UNIT`, and its name into ``_BY_UNIT`` of row.py. In
-`_take_by_unit` all but `AliveUnits` goes to the kernel, which counts exponents: it needs a case there. In ranks.py all
-but `AliveUnits` is added up: one of which the largest number is kept needs a case in both functions that its head
-names. `_is_histogram` of report/metric_series.py knows a mapping by its keys, report_page.py there a histogram by its
-name. List it for users in the docstring of `watch` (watch.py), docs/factories.md and docs/tour.md, and for tests in
-`ALL_STATS` of tests/observe/test_observers_inert.py and in tests/distributed/test_rank_statistics.py.
+A new statistic per unit is a class like `ExponentBins`, with `name`, `kept` (a tensor or None), `take` and `as_metric`,
+and `on(device)` if the kernel counts into it. Then:
+- put it into `BY_UNIT` here, and its name into ``_BY_UNIT`` of row.py; into `_MEANINGS` there if it needs words;
+- give it a case in `_take_by_unit`, where all but `AliveUnits` goes to the kernel as a count of exponents;
+- give it a case in `to_metrics` and `_metrics` of ranks.py, unless its numbers are added up over ranks;
+- if its metric is a mapping, tell `_is_histogram` of report/metric_series.py its keys, and report_page.py there its
+  name;
+- list it for users in the docstring of `watch` (watch.py), docs/factories.md and docs/tour.md;
+- test it by `ALL_STATS` of tests/observe/test_observers_inert.py and in tests/distributed/test_rank_statistics.py.
 """
 
 from __future__ import annotations

@@ -3,19 +3,21 @@
 `Watch` (watch.py) makes one `WatchSites`. It puts a `ModuleStatsHook` on modules, one for all modules of a kind, and
 has a `ParameterReader`, which `Watch` calls at steps and when numbers are asked for. In compiled code a hook leaves a
 summary of the tensor in the graph instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.py
-there calls ``prepare``). Hooks ask `Passes`, which decides about each forward once. A step is a step of the optimizer.
-`OptimizerSteps` tells `Watch`, and a trace (debug/compare/trace.py), of each; `Steps` counts them. A hook here
+there calls ``prepare``), unless it needs the tensor itself (``switch`` of `WatchSites` says when). A hook here
 observes: an error of its own must not end the run.
 
+Hooks ask `Passes`, which decides about each forward once. A step is a step of the optimizer. `OptimizerSteps` tells
+`Watch`, and a trace (debug/compare/trace.py), of each; `Steps` counts them.
+
 A new kind of ``watch(on=...)`` changes all places that know the names of kinds:
-here `_KINDS`; for modules `_MODULE_KINDS`, `ModuleStatsHook` (``_is_forward``, a method for the kind) and ``switch`` of
-`WatchSites`; for parameters the ``slots`` of `_choose_parameters` and `ParameterReader`;
-engine.py (`_AT_ONCE`), ranks.py (`_MODULES`, `_PARAMETERS`), watch.py (docstring of `watch`; ``_forget``, ``step`` and
-``load_state_dict`` of `Watch`), monitor.py (`listen`);
-report/metric_series.py (`KINDS`), report/anomalies.py (`_GRADIENT`, ``"/param"`` in `_dead_units`);
-analyses/layers.py (docstring, defaults, `describe_metrics`; it and monitor.py call `checked_kinds`);
-debug/first_bad: step_alarm.py (``on=``), flight_recorder.py and find_bad_operations.py (`listen`, `_are_all`);
-docs/analyses/layers.md and tests/observe/watch/test_watch.py.
+- here `_KINDS`; for modules `_MODULE_KINDS`, `ModuleStatsHook` (``_is_forward``, a method for the kind) and ``switch``
+  of `WatchSites`; for parameters the ``slots`` of `_choose_parameters` and `ParameterReader`;
+- engine.py (`_AT_ONCE`), ranks.py (`_MODULES`, `_PARAMETERS`), watch.py (docstring of `watch`; ``_forget``, ``step``
+  and ``load_state_dict`` of `Watch`), monitor.py (`listen`);
+- report/metric_series.py (`KINDS`), report/anomalies.py (`_GRADIENT`, and ``"/param"`` in `_dead_units`);
+- analyses/layers.py (docstring, defaults, `describe_metrics`; it, watch.py and monitor.py call `checked_kinds`);
+- debug/first_bad: step_alarm.py (``on=``), flight_recorder.py and find_bad_operations.py (`listen`, `_are_all`);
+- docs/analyses/layers.md, and tests/observe/watch/test_watch.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Add the statistics of many tensors on a GPU to their rows in a few launches, and count their exponents.
 
-One launch reads up to 256 tensors of one type, and one more adds what was found to rows (`StatRow` of engine.py).
+One launch reads up to 256 tensors of one type and alignment, and one more adds what was found to rows (`StatRow` of
+engine.py).
 
 `StatsEngine` makes one `Kernel` for each device and calls `take`, `count`, `add_found` and `prepare`; for compiled code
 `GraphHandover` (graph.py) calls `prepare`, `divisor`, `row_tables` and `add_rows`. The fingerprints of

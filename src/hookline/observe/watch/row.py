@@ -17,8 +17,9 @@ factories/streaming_stats.py, factories/probing.py and bad_operation.py.
 A new statistic that columns of today can tell needs its name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and
 its name at what it needs in `Layout.of`; in `_MEANINGS`, if the name does not say it all. Add it to the lists for
 users: the docstring of `watch` (watch.py), docs/factories.md, and docs/tour.md if it is not a default. Add it to
-`reference` of tests/observe/watch/helpers_stats.py and `ALL` of test_numbers.py there. report/anomalies.py judges
-statistics by their names (`_SIZES`, `_ZERO_SHARE`). For one that is kept per unit, see the head of engine.py.
+`reference` of tests/observe/watch/helpers_stats.py and `ALL` of test_numbers.py there. Two files go by the names of
+statistics: report/anomalies.py (`_SIZES`, `_ZERO_SHARE`), and analyses/layers.py (``reduce``: how ranks are joined).
+For one that is kept per unit, see the head of engine.py.
 """
 
 from __future__ import annotations
