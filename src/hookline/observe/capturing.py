@@ -12,11 +12,12 @@ Edits (`_tensors_of` and `_tensor_of` of patching.py) and comparisons (`_of_cach
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With
 inputs or gradients it is opened before the forward, which may change its inputs in place. A gradient finds its call by
-step and number, so calls must be counted as gradient hooks count them.
+step and number, so calls must be counted as gradient hooks count them. An entry here is the hook of one module
+(`HookAtSite`), an attachment what all hooks of one kind have in common (`Attachment`): see sites/hook_at_site.py.
 
 A new option is an argument of `capture` with a line in its docstring. One about what is kept of a tensor is then a
-field of `ValueStore`, where `_is_plain` has to know of it, and goes in where `capture` makes that. One about which
-calls are kept is a field of `CaptureRecorder`. Add it to ``OBSERVERS`` of tests/observe/test_observers_inert.py.
+field of `ValueStore`, where `_is_plain` has to know of it; `capture` makes the store. One about which calls are kept is
+a field of `CaptureRecorder`. Add it to ``OBSERVERS`` of tests/observe/test_observers_inert.py.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -869,7 +870,8 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
     """Attach once for each kind of hook; each module gets hooks of its own, with its name."""
 
     def attach(kind: Kind, hook: Any, reads: str | None = None) -> Attachment:
-        # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+        # The letters are those of ``Attachment.reads`` (sites/hook_at_site.py): a for arguments, k for keyword
+        # arguments, o for the output.
         options = AttachOptions(observe=True, with_kwargs=kind is Kind.FORWARD_PRE, name="capture")
         traits = None if reads is None else HookTraits(wants_site=False, may_edit=False, reads=reads)
         attachment = new_attachment(hook, kind, options, traits=traits)

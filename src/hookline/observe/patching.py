@@ -8,8 +8,8 @@ factories/steering.py uses the same arithmetic and errors, factories/exporting.p
 activation is what ``index=`` names (`EditIndex`).
 
 Change together: `_tensors_of` and `_tensor_of` read `Cache`, `Captured` and `CapturedCall` of capturing.py by the names
-of their attributes. `EditIndex` makes tensors of the items that `parse_index` (index.py) returns, one case for each
-kind. `_mean_of` knows a place inside of attention by the ":" in its name (sites/roles.py).
+of their attributes. `EditIndex` makes tensors of the numbers, places and masks that `parse_index` (index.py) returns,
+with a case for each. `_mean_of` knows a place inside of attention by the ":" in its name (sites/roles.py).
 
 No activation may be changed in place. Containers on the way to a tensor are copied, as a module may keep the dict it
 returns, and its caller the one it passes. What runs in a call can be traced into a compiled graph. So it must not wait
@@ -18,8 +18,8 @@ for a number of a tensor, and raises its own errors through `misfit`, which is `
 
 A new edit is a maker (like `scale`) with its function (like `_scaled`), and a name in `_MAKERS`, in both lists of
 hookline/edits.py, in ``FUNCTIONS`` of tests/test_public_names.py, in ``EDITS`` of test_patch_edits.py and
-test_patch_compiled.py (tests/observe/patch), in docs/tour.md, and with ``head=`` in docs/roles.md. One that is given a
-cache is made by `_edit_from_cache` with a function for `Edit.recorded`; it is tested in test_patch_caches.py.
+test_patch_compiled.py (tests/observe/patch), and in docs/tour.md; docs/roles.md lists those with ``head=``. One that is
+given a cache is made by `_edit_from_cache` with a function for `Edit.recorded`; it is tested in test_patch_caches.py.
 
     >>> last = EditIndex((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
@@ -794,7 +794,8 @@ def patch(
     try:
         for edit, chosen, bound in placed:
             options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
-            # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+            # The letters are those of ``Attachment.reads`` (sites/hook_at_site.py): a for arguments, k for keyword
+            # arguments, o for the output.
             traits = HookTraits(wants_site=edit.wants_site, may_edit=True, reads="ak" if inputs else "o")
             request = new_attachment(make_hook, kind, options, traits=traits)
             request.for_site = {each: make_hook(bound[each], EditedPlace(each, kind)) for each in bound}.__getitem__

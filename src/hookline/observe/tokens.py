@@ -2,9 +2,9 @@
 
 A table is a `Tokens`. Engines make it: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM,
 factories/served_batch.py for SGLang. Their `Session` (engines/session.py) calls `set_tokens` at the beginning and end
-of a forward; vLLM's extension.py itself, too, as with a second table for the logits. Probes and hooks of one request
-(engines/live_hooks.py) run parts in ``serving(table)``; exports run whole forwards in it, with a table of their own.
-Users have `Tokens`, `current_tokens` and `serving` from ``hookline.factories``.
+of a forward. engines/vllm/extension.py calls it itself too: with another table for the logits. Probes and hooks of one
+request (engines/live_hooks.py) run parts in ``serving(table)``; exports run whole forwards in it, with a table of their
+own. Users have `Tokens`, `current_tokens` and `serving` from ``hookline.factories``.
 
 Factories, hidden states, traces (debug/compare/trace.py), hooks of one request and our server's check of batches
 (serve/served_model.py) ask `current_tokens`, which is None where nobody has set a table. Traces, hidden states and

@@ -8,10 +8,9 @@ engine.py).
 ``debug.compare`` use the helpers (`is_available`, `on_device`, `kernel_types`). Nothing waits for the device and
 nothing comes back from it; one small table goes up through pinned memory.
 
-The programs are in triton_programs.py. They read each tensor once. A job is one tensor to read; a tile is 4 ×
-`width_of` numbers; a chunk is the tiles that one program reads; a slot is what one program has found. The number of
-chunks depends on the size of a tensor alone. So its numbers are the same to the last bit whichever tensors it is taken
-together with, and in every run.
+The programs are in triton_programs.py. A job is one tensor to read; a tile is 4 × `width_of` numbers; a chunk is the
+tiles that one program reads; a slot is what one program has found. The number of chunks depends on the size of a tensor
+alone. So its numbers are the same to the last bit whichever tensors it is taken together with, and in every run.
 
 Training takes the same memory at each step. Where all tensors lie at the addresses of an earlier step, the table is on
 the device already and the launches are known: the host only makes them. Not for a CUDA graph that is being recorded

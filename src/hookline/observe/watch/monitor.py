@@ -1,8 +1,8 @@
 """Watch a model once for all who listen to its steps, and hand out the statistics of each step without waiting.
 
 `alarm`, `BadOperationFinder` and `FlightRecorder` of ``debug.first_bad`` call `listen`. Each gets a `StepListener` and
-ends its steps when it likes. All listeners of a model share one `StepMonitor`, which has one `Watch` (watch.py). On
-a CPU the numbers of a step are there at once. From a GPU they come by a copy that the host does not wait for.
+ends its steps when it likes. All listeners of a model share one `StepMonitor`, which has one `Watch` (watch.py). On a
+CPU the numbers of a step are there at once. From a GPU they come by a copy that the host does not wait for.
 
 A place is a `WatchedPlace` (engine.py). A part is what was counted from one forward to the next: one micro-batch. A
 step has none, one or several. A `RowPart` says which of its bad places was the first, as far as that is known. Bad
