@@ -1,16 +1,23 @@
 """Keep what flows through a model: outputs, inputs and gradients, by the names of the modules.
 
-Users call `capture`, and so does `bisect` (debug/compare). It checks the options, puts the hooks of a `CaptureRecorder`
-on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with ``remove()``, or at
-the end of a ``with`` block, and what it holds stays. The recorder makes a `CapturedCall` for each call, and stores
-values in it by a `ValueStore`, which cuts, moves and copies tensors as asked. Reading a value checks that no tensor
-shared with the model was changed since. Edits (`_tensors_of` of patching.py) and comparisons (debug/compare/values.py)
-read `Cache`, `Captured` and `CapturedCall` by the names of their attributes: change a name at all ends together.
+Users call `capture`, and so does bisect_runs.py of ``debug.compare``. It checks the options, puts the hooks of a
+`CaptureRecorder` on modules, and returns a `Cache` over it, which is also the handle of the hooks: they come off with
+``remove()``, or at the end of a ``with`` block, and what it holds stays. The recorder makes a `CapturedCall` for each
+call, and stores values in it by a `ValueStore`, which cuts, moves and copies tensors as asked. Properties of a call
+(``.output``) check that no tensor shared with the model was changed since; ``values`` and `tensors` do not.
+
+Edits (`_tensors_of` and `_tensor_of` of patching.py) and comparisons (`_of_cache` of debug/compare/values.py) read
+`Cache`, `Captured` and `CapturedCall` by the names of their attributes: change a name at all ends together. A name with
+":" is a place inside of attention (sites/roles.py), which is no module.
 
 The hooks are observers: they must return None, and run after all edits. A call is kept when its forward ends. With
 inputs or gradients it is opened before the forward, which may change its inputs in place. A gradient finds its call by
-step and number, so calls must be counted as gradient hooks count them. A new option about what is kept of a tensor is a
-field of `ValueStore`, where `_is_plain` has to know of it; one about which calls are kept, of `CaptureRecorder`.
+step and number, so calls must be counted as gradient hooks count them. An entry here is the hook of one module
+(`HookAtSite`), an attachment what all hooks of one kind have in common (`Attachment`): see sites/hook_at_site.py.
+
+A new option is an argument of `capture` with a line in its docstring. One about what is kept of a tensor is then a
+field of `ValueStore`, where `_is_plain` has to know of it; `capture` makes the store. One about which calls are kept is
+a field of `CaptureRecorder`. Add it to ``OBSERVERS`` of tests/observe/test_observers_inert.py.
 
     >>> import torch
     >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output", "a").value
@@ -303,7 +310,8 @@ class Captured:
     """
 
     _why_none: Callable[[str], str]
-    """A method of the cache, and first: so copying or pickling this says what to do instead."""
+    """A method of the cache. It is the first field: to copy or pickle this begins with the cache, whose error says what
+    to do instead."""
     name: str
     """The name of the module."""
     calls: tuple[CapturedCall, ...]
@@ -862,7 +870,8 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
     """Attach once for each kind of hook; each module gets hooks of its own, with its name."""
 
     def attach(kind: Kind, hook: Any, reads: str | None = None) -> Attachment:
-        # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+        # The letters are those of ``Attachment.reads`` (sites/hook_at_site.py): a for arguments, k for keyword
+        # arguments, o for the output.
         options = AttachOptions(observe=True, with_kwargs=kind is Kind.FORWARD_PRE, name="capture")
         traits = None if reads is None else HookTraits(wants_site=False, may_edit=False, reads=reads)
         attachment = new_attachment(hook, kind, options, traits=traits)

@@ -1,9 +1,12 @@
 """Draw numbers as a heat map for a notebook: a tensor, or a table with names.
 
-Users make a `HeatMap` (``hookline.observe.HeatMap``); captures in a notebook show themselves by `heat_maps_of`
-(observe/capturing.py). A tensor is drawn as a picture; with names it is a table with coloured cells. Colours, cells and
-pictures are made by tables.py; what is read and drawn is chosen here (`_matrix`, `_strongest`). To draw reads numbers,
-which waits for the device: no hook may do it while the model runs.
+Users make a `HeatMap` (``hookline.observe.HeatMap``). Captures in a notebook show themselves by `heat_maps_of`
+(``_repr_html_`` in observe/capturing.py). Without names a tensor is drawn as a picture; with names it is a table with
+coloured cells. What is read and drawn is chosen here (`_matrix`, `_strongest`). Colours, cells and pictures are made by
+hookline/tables.py.
+
+Making a `HeatMap` reads the numbers, which waits for the device: no hook may make one while the model runs. `_MAX_ROWS`
+and `_MAX_COLUMNS` stand again, as 64 and 120, in the docstrings of `HeatMap` and `_strongest`: change them together.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from hookline.observe.host_values import countable
 from hookline.tables import ColourScale, ShownAsTable, Table, legend, line, picture
 
 _MAX_ROWS: Final = 64
+"""Rows of a picture, and of a table with names."""
 _MAX_COLUMNS: Final = 120
-"""Pixels of a picture: 10 kB of text at most."""
+"""Columns of a picture: with the rows, 10 kB of text at most."""
 _MAX_READ: Final = 1 << 20
-"""Numbers that are brought to the host; of a larger tensor, evenly spaced rows and columns."""
+"""About how many numbers of a square tensor are brought to the host: of a larger one, every n-th row and column. Of a
+long thin tensor more come, since few of its rows can be left out."""
 _MAX_NAMED: Final = 40
 """Named columns of a table."""
 

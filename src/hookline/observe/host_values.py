@@ -1,10 +1,15 @@
 """Bring tensors to the host in as few transfers as possible, and check which tensors trackers can count.
 
-`fetch` and `on_host` are called where results on devices become numbers: by ``watch``, trackers (metta), analyses,
-`HookManager` and the flags of probes. They wait for the device, so no hook may call them at every module.
-`sent_to_host` does not wait: captures, exports, hidden states and monitor.py call it, and wait later. `unit_axis` says
-what trackers, ``watch`` and edits take for units, so they agree. `countable` is the rule of trackers and heat maps for
-numbers; ``watch`` takes whole and complex numbers too (``row.py``). Trackers alone use `outside_inference`.
+`fetch` and `on_host` are called where results on devices become numbers: among others by watch/engine.py, trackers.py
+and train_tool.py of metta, analyses, `HookManager` (lifecycle/manager.py), and factories/request_notes.py for the flags
+of probes. They wait for the device, so no hook may call them at every module. `sent_to_host` does not wait: captures,
+exports (factories/exporting.py), hidden states (engines/hidden_states.py) and the step monitor (watch/monitor.py) call
+it, and wait later.
+
+`unit_axis` says what trackers, ``watch`` and edits (`mean_ablate`) take for units, so they agree. `countable` says
+which tensors trackers take, and heat maps, which draw whole numbers besides. ``watch`` has a rule of its own, which
+takes whole and complex numbers too (`numbers_in` of watch/engine.py, `_as_float` of watch/row.py). `outside_inference`
+is for metta/trackers.py.
 """
 
 from __future__ import annotations

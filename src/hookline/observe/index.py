@@ -1,9 +1,14 @@
 """Read ``index=``, the part of a tensor to capture or patch, as between the brackets of a tensor.
 
-``capture`` (capturing.py) and edits (patching.py) call `parse_index` with what a user wrote, and make a `TokenAxes` for
-the model; when a module is called, they ask that before they cut. That may happen while the compiler traces: what is
-not tensor code there has to be `constant_while_tracing`. A new kind of item needs a case in `_parse_item`, in
-`index_text`, and in `EditIndex` of patching.py, if tensors are made of it; captures give items to torch as they are.
+``capture`` (capturing.py) and edits (`EditIndex` of patching.py) call `parse_index` with what a user wrote. Both make a
+`TokenAxes` for the model, ask it for a `fault` before they cut an output (edits: also an input), and add `GIVE_ROWS` to
+the error. For edits that may happen while the compiler traces: what is not tensor code there has to be
+`constant_while_tracing` (sites/_torch.py).
+
+Captures give the items to torch as they are. Edits make tensors of numbers, places and masks. So a new kind of item
+needs a case in `_parse_item` (and its error text), in `index_text`, in `_add` and the other methods of `EditIndex`, and
+in `IndexLike` of patching.py; the docstrings of `capture` and `patch` say what users may write. One that takes up no
+dimension, or several, needs a case in `TokenAxes.checking` too.
 
     >>> parse_index((0, range(3)))
     (0, tensor([0, 1, 2]))

@@ -4,13 +4,22 @@ mean_ablate); and put edits on sites, for as long as a block lasts.
 Users call `patch` with a mapping from targets to edits (``hookline.edits``) or functions. It binds each edit to its
 sites, and attaches them as hooks by `hookline.sites`, all or none: if one cannot be attached, those before it are
 removed again. The hooks `_EditOutput` and `_EditInput` call ``apply`` with the main tensor of a site. ``steer`` of
-factories/steering.py uses the same arithmetic and errors, factories/exporting.py `find_main_input`. Each edit is a
-function of this file with what it was given, and may be for a part of the activation, its `EditIndex`.
+factories/steering.py uses the same arithmetic and errors, factories/exporting.py `find_main_input`. A part of an
+activation is what ``index=`` names (`EditIndex`).
 
-Nothing may be changed in place: containers on the way to a tensor are copied, as a module may keep the dict it returns,
-and its caller the one it passes. All that runs in a call can be traced into a compiled graph: it waits for no number of
-a tensor, and texts of errors come from functions that are `constant_while_tracing`. A new edit is a maker (like
-`scale`) with its function (like `_scaled`), a name in `_MAKERS`, and one in both lists of hookline/edits.py.
+Change together: `_tensors_of` and `_tensor_of` read `Cache`, `Captured` and `CapturedCall` of capturing.py by the names
+of their attributes. `EditIndex` makes tensors of the numbers, places and masks that `parse_index` (index.py) returns,
+with a case for each. `_mean_of` knows a place inside of attention by the ":" in its name (sites/roles.py).
+
+No activation may be changed in place. Containers on the way to a tensor are copied, as a module may keep the dict it
+returns, and its caller the one it passes. What runs in a call can be traced into a compiled graph. So it must not wait
+for a number of a tensor, and raises its own errors through `misfit`, which is `constant_while_tracing`
+(sites/_torch.py).
+
+A new edit is a maker (like `scale`) with its function (like `_scaled`), and a name in `_MAKERS`, in both lists of
+hookline/edits.py, in ``FUNCTIONS`` of tests/test_public_names.py, in ``EDITS`` of test_patch_edits.py and
+test_patch_compiled.py (tests/observe/patch), and in docs/tour.md; docs/roles.md lists those with ``head=``. One that is
+given a cache is made by `_edit_from_cache` with a function for `Edit.recorded`; it is tested in test_patch_caches.py.
 
     >>> last = EditIndex((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
@@ -785,7 +794,8 @@ def patch(
     try:
         for edit, chosen, bound in placed:
             options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
-            # The letters are those of ``Attachment.reads``: a (arguments), k (keyword arguments), o (output).
+            # The letters are those of ``Attachment.reads`` (sites/hook_at_site.py): a for arguments, k for keyword
+            # arguments, o for the output.
             traits = HookTraits(wants_site=edit.wants_site, may_edit=True, reads="ak" if inputs else "o")
             request = new_attachment(make_hook, kind, options, traits=traits)
             request.for_site = {each: make_hook(bound[each], EditedPlace(each, kind)) for each in bound}.__getitem__

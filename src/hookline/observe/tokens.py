@@ -1,11 +1,20 @@
 """Say whose tokens are in the running forward: one table, made once by whoever runs the model.
 
-Engines make the table: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM, and
-factories/served_batch.py for SGLang. Their `Session` calls `set_tokens` at the beginning and end of a forward (vLLM's
-extension itself, too). Hooks of one request (engines/live_hooks.py) and probes run parts in ``serving(table)``; exports
-run whole forwards in it, with a table of their own. Factories, hidden states, traces, hooks of one request and our
-server's check of batches (serve/served_model.py) ask `current_tokens`, which is None elsewhere. What the table says is
-on the host, and no method may wait for a device, as every layer asks.
+A table is a `Tokens`. Engines make it: serve/row_batch.py for our own server, engines/vllm/step_tokens.py for vLLM,
+factories/served_batch.py for SGLang. Their `Session` (engines/session.py) calls `set_tokens` at the beginning and end
+of a forward. engines/vllm/extension.py calls it itself too: with another table for the logits. Probes and hooks of one
+request (engines/live_hooks.py) run parts in ``serving(table)``; exports run whole forwards in it, with a table of their
+own. Users have `Tokens`, `current_tokens` and `serving` from ``hookline.factories``.
+
+Factories, hidden states, traces (debug/compare/trace.py), hooks of one request and our server's check of batches
+(serve/served_model.py) ask `current_tokens`, which is None where nobody has set a table. Traces, hidden states and
+hooks of one request tell forwards apart by the identity of the table: make a new one for each forward. The names,
+lengths and stages of a table are on the host; its `ids` and `positions` may be on a device. No method may wait for a
+device, as every layer asks.
+
+A new field of `Tokens` goes where its kind is read: `_BY_REQUEST` or `_BY_TOKEN` (for `of_request`), `with_tensors` if
+it is a tensor, `padded`, and the makers above that know it. `tokens_after_model` of step_tokens.py drops what it does
+not name.
 
     >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
     >>> with serving(table):
@@ -36,8 +45,7 @@ from torch import Tensor
 from hookline.sites import _torch
 
 _BY_REQUEST: Final = ("requests", "lengths", "firsts", "phases", "keys")
-"""The fields of a table that have an entry for each request. A new field of `Tokens` with one goes here, or
-`of_request` gives a wrong table, and into `tokens_after_model` (engines/vllm/step_tokens.py), which drops it else."""
+"""The fields of a table that have an entry for each request; `of_request` gives a wrong table if one is missing."""
 _BY_TOKEN: Final = ("ids", "positions")
 """Those that have one for each token, if they are known."""
 
@@ -58,7 +66,8 @@ class Tokens:
     """For each request, the position of its first token here in prompt and answer, from 0; None if only a device
     knows."""
     phases: tuple[str, ...]
-    """``"prefill"`` or ``"decode"``; the option ``phase`` of factories and of hidden states has these words too."""
+    """``"prefill"`` or ``"decode"``. The option ``phase`` has these words too, in `Stage` of factories/served_batch.py
+    and, for hidden states, in engines/request_options.py."""
     ids: Tensor | tuple[int, ...] | None = None
     """The tokens themselves, one after the other; on a device perhaps."""
     positions: Tensor | None = None

@@ -29,7 +29,7 @@ MISSING: Final = -float(np.finfo(np.float32).max)
 _MAX_ANCHORS: Final = 1000
 """Between so many moments, the time and epoch of a step are interpolated."""
 KINDS: Final = ("forward", "backward", "param", "param_grad")
-"""The kinds of a watch: ``hook/{layer}/{kind}/{statistic}``."""
+"""The kinds of a watch: ``hook/{layer}/{kind}/{statistic}``. observe/watch/hooks.py lists who knows them."""
 _THE_RUN: Final = ("train", "eval", "initial")
 """Metrics of the loop itself: ``eval/top1`` is no layer."""
 _MIN_ROWS: Final = 3

@@ -1,17 +1,25 @@
 """Add up the statistics of tensors, by place, and read them as metrics.
 
-`Watch`, its hooks (hooks.py, graph.py) and the statistics of factories (streaming_stats.py) give a `StatsEngine`
-tensors, or what compiled code has found in them; `RankStats` and the step monitor (ranks.py, monitor.py) read its rows.
-It chooses the reducer by the device: `reduce` on the CPU; on a GPU a `Kernel`, for the many tensors that
-`PendingTensors` collects; where there is no Triton, `reduce_on_device`. A `WatchedPlace` has one row on each device;
-dead units and histograms are kept beside it.
+`Watch`, its hooks (hooks.py, graph.py) and factories/streaming_stats.py, with the probes on top of it, give a
+`StatsEngine` tensors, or what compiled code has found in them. `RankStats` (ranks.py) and the step monitor (monitor.py)
+read its rows. It chooses the reducer by the device: `reduce` (row.py) on the CPU; on a GPU a `Kernel` (kernel.py), for
+the many tensors that `PendingTensors` (pending.py) collects; where there is no Triton, `reduce_on_device` (row.py).
 
-Rows have the columns of `Layout` (row.py), those that are added up first; reducers and triton_programs.py write them by
-number. A row must never move, as compiled code writes to its address. Taking a tensor must neither wait for a GPU nor
-end the run: what the kernel fails at, torch does (`_by_kernel`).
+A `WatchedPlace` has one row on each device; dead units and histograms are kept beside it. Rows have the columns of
+`Layout`; the head of row.py says who else knows their order. A row must never move, because compiled code writes to its
+address. Taking a tensor must not wait for a CUDA device; one on mps is copied to the CPU, which waits. What the kernel
+fails at, torch does (`_by_kernel`). `take_all` gives up a place whose tensor cannot be read. `take` and `take_found`
+let errors through: watch hooks and statistics of factories catch them, probes let them end the call.
 
-A new statistic per unit is a class in `BY_UNIT`, a name in ``_BY_UNIT`` of row.py, a case in `_take_by_unit`, where all
-but `AliveUnits` goes to the kernel as exponents, and one in ranks.py, unless ranks are added up.
+A new statistic per unit is a class like `ExponentBins`, with `name`, `kept` (a tensor or None), `take` and `as_metric`,
+and `on(device)` if the kernel counts into it. Then:
+- put it into `BY_UNIT` here, and its name into ``_BY_UNIT`` of row.py; into `_MEANINGS` there if it needs words;
+- give it a case in `_take_by_unit`, where all but `AliveUnits` goes to the kernel as a count of exponents;
+- give it a case in `to_metrics` and `_metrics` of ranks.py, unless its numbers are added up over ranks;
+- if its metric is a mapping, tell `_is_histogram` of report/metric_series.py its keys, and report_page.py there its
+  name;
+- list it for users in the docstring of `watch` (watch.py), docs/factories.md and docs/tour.md;
+- test it by `ALL_STATS` of tests/observe/test_observers_inert.py and in tests/distributed/test_rank_statistics.py.
 """
 
 from __future__ import annotations
@@ -114,7 +122,8 @@ BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind fo
 
 
 _AT_ONCE: Final = ("param", "param_grad")
-"""Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``."""
+"""Kinds that the next step changes in place, so that they cannot wait to be read; names of ``watch(on=…)``, which the
+head of hooks.py says where else to find."""
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _PARTIAL: Final = (
     "its DTensor is Partial: each rank has a summand, whose statistics mean nothing. Redistribute it to Replicate() or "
@@ -317,7 +326,8 @@ class StatsEngine:
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, PendingTensors] = {}
         self.lock = threading.RLock()
-        """Held while rows and places are handed out, and while what is kept per unit changes."""
+        """Held while a row is made, while what is kept per unit is added up, and by `Watch` and the ready hooks of
+        factories while they read numbers. Places are made without it."""
 
     def place(self, name: str, kind: str) -> WatchedPlace:
         """Return the place of that name and kind; make it the first time."""
@@ -342,7 +352,10 @@ class StatsEngine:
     # -- taking tensors ----------------------------------------------------------------------------------
 
     def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
-        """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
+        """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor.
+
+        Errors of a tensor that is reduced at once come out here; the caller catches them.
+        """
         local = self._take_on_host(place, tensor, scale)
         if local is None:
             return
@@ -408,7 +421,8 @@ class StatsEngine:
     def prepare(self, notes: Sequence[Note]) -> Callable[[], None]:
         """Return a call that reduces these tensors of one GPU as they are then; launches are worked out now.
 
-        Each place has to come once.
+        Each place has to come once, without a scale, and the layout may have no statistics per unit: the launches take
+        neither. factories/streaming_stats.py calls it under these conditions.
         """
         device = notes[0][1].device
         kernel = self.kernel(device)

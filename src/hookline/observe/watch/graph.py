@@ -1,18 +1,22 @@
 """Say what compiled code hands over of a tensor, and add that to its places, call after call.
 
-Watch hooks (hooks.py) leave `find_in` in compiled graphs, and make a `GraphHandover` for each operator of ours there;
-factories/streaming_stats.py calls `hand_over_late`. On a CPU the tensor itself is handed over.
+Watch hooks (hooks.py) leave `find_in` in compiled graphs, and make a `GraphHandover` for each operator of ours there.
+factories/streaming_stats.py calls `hand_over_late`. A place is a `WatchedPlace` (engine.py), and what it has is a
+`StatRow` there. A `Share` (sites/compiled/op_schemas.py) says what one place has of the tensors of an operator.
 
-On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
-longer than reading it. So the graph finds the same for rows (here slices of a tensor; what a place has is a `StatRow`)
-of up to 1024 numbers, while it computes them (21 µs for nine outputs of a GPT-2 block on an H200, 1.4 ms with all six
-launches). It writes that into one buffer for each statistic; a table on the device tells which rows belong to which
-place, and one launch of ours adds them all. Wider tensors, and gradients of 16 bits, our kernel reads itself, many in
-one launch: see `_is_read_whole`.
+Anywhere but on a CUDA device the tensor itself is handed over. On a GPU the compiler would make a launch of its own for
+the last step of every sum, six per tensor, and those take longer than reading it. So the graph finds the same for
+slices of a tensor of up to 1024 numbers, called rows here, while it computes them (21 µs for nine outputs of a GPT-2
+block on an H200, 1.4 ms with all six launches). It writes that into one buffer for each statistic. A table on the
+device tells which slices belong to which place, and one launch of ours adds them all (`fold_rows` of
+triton_programs.py). Our kernel itself reads the rest, many tensors in one launch: wider ones, gradients of 16 bits
+(`_is_read_whole`), and all where a layout has thresholds or details (`find_in`).
 
-The order and types of what `_by_row` returns are known to ``row_of_parts`` of row.py, to the program that adds rows in
-triton_programs.py, and to `_TYPES`: change all together, and count up the numbers in the names at `_FIND` and `_JOIN`.
-`find_in` is traced: what is not tensor code in it has to be `constant_while_tracing`.
+The order and types of what `_by_row` returns are known to `_TYPES`, to `row_of_parts` of row.py, and to ``fold_rows``
+with its callers `add_rows` and `add_found` of kernel.py: change all together. If an operator then computes something
+else, count up the number in its name at `_FIND` and `_JOIN`. `Share` is read here by its names, and by position
+(``share[:3]``). `find_in` is traced: what is not tensor code in it has to be `constant_while_tracing`
+(sites/_torch.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,23 @@
 """Give the tensors of modules and parameters to the statistics engine, in the passes and steps that count.
 
-`Watch` makes one `WatchSites`, which puts a `ModuleStatsHook` on modules, one for all modules of a kind, and has a
-`ParameterReader`, which `Watch` calls at steps. In compiled code a hook leaves a summary of the tensor in the graph
-instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.py calls ``prepare``). Hooks ask
-`Passes`, which decides about each forward once. A hook here observes: an error of its own must not end the run.
+`Watch` (watch.py) makes one `WatchSites`. It puts a `ModuleStatsHook` on modules, one for all modules of a kind, and
+has a `ParameterReader`, which `Watch` calls at steps and when numbers are asked for. In compiled code a hook leaves a
+summary of the tensor in the graph instead of being called (`Summary` of sites/compiled/op_schemas.py; op_runtime.py
+there calls ``prepare``), unless it needs the tensor itself (``switch`` of `WatchSites` says when). A hook here
+observes: an error of its own must not end the run.
 
-A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace (debug/compare), of each; `Steps` counts
-them. The step monitor (monitor.py) and analyses/layers.py call `checked_kinds`. The names of kinds stand again in
-engine.py (``_AT_ONCE``), ranks.py, watch.py, monitor.py and report/metric_series.py (``KINDS``): change them together.
+Hooks ask `Passes`, which decides about each forward once. A step is a step of the optimizer. `OptimizerSteps` tells
+`Watch`, and a trace (debug/compare/trace.py), of each; `Steps` counts them.
+
+A new kind of ``watch(on=...)`` changes all places that know the names of kinds:
+- here `_KINDS`; for modules `_MODULE_KINDS`, `ModuleStatsHook` (``_is_forward``, a method for the kind) and ``switch``
+  of `WatchSites`; for parameters the ``slots`` of `_choose_parameters` and `ParameterReader`;
+- engine.py (`_AT_ONCE`), ranks.py (`_MODULES`, `_PARAMETERS`), watch.py (docstring of `watch`; ``_forget``, ``step``
+  and ``load_state_dict`` of `Watch`), monitor.py (`listen`);
+- report/metric_series.py (`KINDS`), report/anomalies.py (`_GRADIENT`, and ``"/param"`` in `_dead_units`);
+- analyses/layers.py (docstring, defaults, `describe_metrics`; it, watch.py and monitor.py call `checked_kinds`);
+- debug/first_bad: step_alarm.py (``on=``), flight_recorder.py and find_bad_operations.py (`listen`, `_are_all`);
+- docs/analyses/layers.md, and tests/observe/watch/test_watch.py.
 """
 
 from __future__ import annotations
@@ -276,6 +286,9 @@ def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
 
 class ModuleStatsHook(Summary):
     """Adds up the statistics of what modules return, or of the gradients of that.
+
+    Its places are each a `WatchedPlace` (engine.py). The ``deferred`` of one is the `PendingTensors` (pending.py) that
+    may hold its tensors for later, or None.
 
     Args:
         engine: Where they are added up.

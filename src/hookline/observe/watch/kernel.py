@@ -1,20 +1,27 @@
-"""Add the statistics of many tensors on a GPU to their rows, in two launches; count their exponents in one.
+"""Add the statistics of many tensors on a GPU to their rows in a few launches, and count their exponents.
+
+One launch reads up to 256 tensors of one type and alignment, and one more adds what was found to rows (`StatRow` of
+engine.py).
 
 `StatsEngine` makes one `Kernel` for each device and calls `take`, `count`, `add_found` and `prepare`; for compiled code
-`GraphHandover` calls `prepare`, `divisor`, `row_tables` and `add_rows`. The fingerprints of ``debug.compare`` use the
-helpers (`is_available`, `on_device`, `kernel_types`). The programs in `triton_programs` read each tensor once, and add
-what they found to rows. Nothing waits for the device and nothing comes back from it; one small table goes up through
-pinned memory. Training takes the same memory at each step. So where all tensors lie at the addresses of an earlier
-step, the table is on the device already and the launches are known: the host only makes them. Not for a CUDA graph that
-is being recorded (`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
+`GraphHandover` (graph.py) calls `prepare`, `divisor`, `row_tables` and `add_rows`. The fingerprints of
+``debug.compare`` use the helpers (`is_available`, `on_device`, `kernel_types`). Nothing waits for the device and
+nothing comes back from it; one small table goes up through pinned memory.
 
-The programs read tables by position: the order of the fields of a job, of the columns of a row (``row.py``) and of the
-arguments is written down there a second time. Change both files together. In the shares of `row_tables` the three
-fields behind the address are the first three of `Share` (op_schemas.py), which `GraphHandover` hands on. A new program
-needs its warps in `_WARPS`, and a `_launch` with the constants it is compiled with.
+The programs are in triton_programs.py. A job is one tensor to read; a tile is 4 × `width_of` numbers; a chunk is the
+tiles that one program reads; a slot is what one program has found. The number of chunks depends on the size of a tensor
+alone. So its numbers are the same to the last bit whichever tensors it is taken together with, and in every run.
 
-The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
-it is taken together with, and in every run.
+Training takes the same memory at each step. Where all tensors lie at the addresses of an earlier step, the table is on
+the device already and the launches are known: the host only makes them. Not for a CUDA graph that is being recorded
+(`StatsEngine.kernel` gives none then): the table would have to be the same in each replay.
+
+Programs read tables and arguments by position. The order of the fields of a job, of the columns of a row (row.py) and
+of the arguments stands there a second time: change both files together. In the shares of `row_tables` the three fields
+behind the address are the first three of `Share` (sites/compiled/op_schemas.py), which `GraphHandover` hands on.
+`add_rows` and `add_found` take five parts in the order of `_by_row` of graph.py. A new program is a function there, its
+warps in `_WARPS`, a `_launch` here with the constants it is compiled with, and a case in
+tests/observe/watch/test_kernel.py.
 """
 
 from __future__ import annotations
@@ -52,7 +59,7 @@ _WARPS: Final = {"reduce_chunks": 4, "merge_slots": 4, "fold_rows": 16, "count_e
 _THREADS: Final = 128
 """Per program that reduces: 32 per warp. Each reads 16 bytes at a time."""
 _LEAST_TILES: Final = 4
-"""A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
+"""Tiles of a program, at least; a tile has 8 KiB for four warps. Fewer, and starting programs takes the time."""
 _MOST_PROGRAMS: Final = 2048
 """For one tensor. More, and merging their slots takes long."""
 _MERGED: Final = 256

@@ -1,13 +1,18 @@
 """Watch a model once for all who listen to its steps, and hand out the statistics of each step without waiting.
 
-`alarm` calls `listen`, and so do `BadOperationFinder` and `FlightRecorder` of ``debug.first_bad``. Each gets a
-`StepListener` and ends its steps when it likes. All listeners of a model share one `StepMonitor`, which has one
-`Watch`. On a CPU the numbers of a step are there at once; from a GPU they come by a copy that runs beside the next
-step. A `RowPart` says which of its bad places was the first, as far as that is known.
+`alarm`, `BadOperationFinder` and `FlightRecorder` of ``debug.first_bad`` call `listen`. Each gets a `StepListener` and
+ends its steps when it likes. All listeners of a model share one `StepMonitor`, which has one `Watch` (watch.py). On a
+CPU the numbers of a step are there at once. From a GPU they come by a copy that the host does not wait for.
 
-`StepMonitor` uses private parts of `Watch` (``_sites``, ``_switch``, ``_engine``, ``_passes``): change them together.
-What belongs to one listener is kept in its `StepListener`, so that one does not change what another one sees. Only
-`label`, the name of the batch, is shared: ``StepAlarm.note_batch`` sets it for all.
+A place is a `WatchedPlace` (engine.py). A part is what was counted from one forward to the next: one micro-batch. A
+step has none, one or several. A `RowPart` says which of its bad places was the first, as far as that is known. Bad
+means that the column `BAD` of its row is above 0. `BAD` and `FIRES` are numbers of columns: row.py has their order.
+
+`StepMonitor` uses private parts of `Watch` (``_sites``, ``_switch``, ``_engine``, ``_passes``) and sets two calls,
+``on_forget`` of `Watch` and ``on_forward`` of its `Passes` (hooks.py): change them together. The columns that are
+copied are those that are added up; the readers in ``debug.first_bad`` take no others. What belongs to one listener is
+kept in its `StepListener`, so that one does not change what another one sees. Only `label`, the name of the batch, is
+shared: ``StepAlarm.note_batch`` sets it for all.
 """
 
 from __future__ import annotations
@@ -61,11 +66,8 @@ class PlaceRow:
 
     @property
     def is_first_call(self) -> bool:
-        """Whether it is known to have been bad in its first call: in all of them, or in the only one.
-
-        A place without NaN and infinity, as that of a spike, counts as bad in one call.
-        """
-        return bool(self.row[FIRES] == (self.row[BAD] or 1.0))
+        """Whether it is known to have been bad in its first call: it was bad in all of its calls, be it one or many."""
+        return bool(self.row[FIRES] == self.row[BAD])
 
 
 class FirstCalls(NamedTuple):
@@ -91,7 +93,8 @@ class FirstCalls(NamedTuple):
 # -- the monitor -----------------------------------------------------------------------------------------------------
 
 _MOST_PARTS: Final = 256
-"""Parts of a step that are told apart; each has a copy of the rows, and an evaluation makes no step."""
+"""Parts of a step that are told apart. Each has a copy of the rows, and an evaluation of many batches ends no step. All
+forwards after these many are one more part."""
 
 
 @dataclass(slots=True)
@@ -127,7 +130,7 @@ class RowPart:
         return sorted(found, key=lambda each: each.number)
 
     def sort(self, places: Iterable[PlaceRow]) -> FirstCalls:
-        """Return places by their first bad calls."""
+        """Return bad places, as `of_places` gives them for `BAD`, by their first bad calls."""
         by_device: dict[torch.device, list[PlaceRow]] = {}
         for place in places:
             by_device.setdefault(place.device, []).append(place)
@@ -321,7 +324,7 @@ class StepMonitor:
         self._watch.reset()  # or one NaN would stay in the sums of its place
         label = self._begun.pop()
         for each in self._listeners:
-            if len(each.parts) <= _MOST_PARTS:  # who ends no step reads none
+            if len(each.parts) <= _MOST_PARTS:  # a listener that ends no step must not collect parts without end
                 each.parts.append(RowPart(each.places, rows, bad_rows, self._ordered_rows, label, events))
 
 

@@ -1,19 +1,21 @@
 """Hold tensors that were seen on a GPU, and have many of them reduced at once.
 
-`StatsEngine` and `DeviceFingerprints` (of traces) make one `PendingTensors` for each device and give it tensors with
-their places. It calls them back by itself at the end of a backward pass and when it holds too many bytes, and when its
-owner calls `flush`: after a forward, or when numbers are asked for. A ``scale`` is handed on unread (of traces it is
-the number of a row). Watch hooks and `TraceRecorder` call `note` themselves, by ``place.deferred``. `Kernel` and
-``factories.streaming_stats`` use `Streams`, the latter `limit_of` too. A launch for each tensor takes the host longer
-than many a layer does; a note takes 2 µs. A CPU has the tensor in its cache at once, and not later, so nothing is held
-there.
+`StatsEngine` (engine.py) and `DeviceFingerprints` (fingerprint.py of ``debug.compare``) make one `PendingTensors` for
+each device and give it tensors with their places. It calls them back by itself at the end of a backward pass and when
+it holds too many bytes, and when its owner calls `flush`: after a forward, or when numbers are asked for. Where
+``place.deferred`` is set, watch hooks (hooks.py) and `TraceRecorder` (``debug.compare``) call its `note` themselves. A
+``scale`` is handed on unread; of traces it is the number of a row. `Kernel` and factories/streaming_stats.py use
+`Streams`, the latter `limit_of` too.
 
-A place is a `WatchedPlace`, or the ``_Place`` of ``debug.compare.recorder``. Both have the attributes ``deferred``,
-which is set here alone, and ``silent``.
+A launch for each tensor takes the host longer than many a layer does; a note takes 2 µs. On a CPU nothing is held: a
+tensor is in the cache at once, and not later.
+
+A place is a `WatchedPlace` (engine.py), or the ``_Place`` of recorder.py in ``debug.compare``. Both have the attributes
+``deferred``, which is None until it is set here, and ``silent``, the reason why something was not counted.
 
 A tensor may be changed in place before it is reduced, and then its numbers would be wrong. So the first tensor of a
 place is reduced at once, and its version is compared later. Where it was changed, tensors are always reduced at once.
-Where it was not, later ones are noted, with their version: should one be changed after all, its firing is lost and
+Where it was not, later ones are noted, with their version. Should one be changed after all, its firing is lost and
 reported as such, and the place is reduced at once from then on. What changes a tensor without torch noticing
 (``.data``, a kernel of your own) is not noticed here.
 

@@ -1,13 +1,17 @@
 """Reduce the statistics of a watch over all ranks: those of one process that has seen the whole batch.
 
-Each `Watch` has a `RankStats`; ``Watch.to_metrics`` calls it in a distributed run, and ``Watch.report`` shows its
-`left_out`. Columns that are added are summed, replicas counted once; of the others the largest is kept. An `Exchange`
-(``distributed.reduce``) gathers the numbers of all ranks, and adds them up.
+Each `Watch` (watch.py) has a `RankStats`. In a distributed run ``Watch.to_metrics`` calls its `to_metrics`;
+``Watch.report`` lists its `left_out` under ``"silent"``, and the table of a watch has the line of `rank_in_words`. An
+`Exchange` (distributed/reduce.py) gathers the numbers of all ranks and joins them, replicas counted once. Columns that
+are added up (row.py) are summed. Of the others, and of the number of firings, the largest is kept.
 
-Every rank has to make the same calls in the same order: an exchange waits for all. Labels are those of `WatchedPlace`
-(``"layers.0/forward"``): what is behind the last slash says how a place is reduced, so a new kind of ``watch(on=...)``
-goes into `_MODULES` or `_PARAMETERS`. A statistic per unit is added up; one of which the largest number is kept needs a
-case in `to_metrics` and in `_metrics`, as `AliveUnits` has.
+Every rank has to make the same calls in the same order, because an exchange waits for all.
+
+A label is that of a `WatchedPlace` (engine.py): ``"layers.0/forward"``. Behind its last slash is the kind, which says
+how a place is reduced. So each kind of ``watch(on=...)`` is in `_MODULES` or in `_PARAMETERS`; the head of hooks.py
+lists what else a new kind needs. A statistic per unit (`BY_UNIT` of engine.py) is added up, like a histogram. One of
+which the largest number is kept needs a case in `to_metrics` and one in `_metrics`, as `AliveUnits` has, and a text
+such as `_SPLIT_UNITS` where ranks cannot join it. The head of engine.py lists what else it needs.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class RankStats:
         self._replicated = set() if replicated is None else {name for name, _ in select(model, replicated)}
         self._checked: dict[str, Holding] | None = None
         self.left_out: dict[str, str] = {}
-        """Why the statistics of a place are not reduced over ranks, by its label."""
+        """Why something is not reduced over ranks: by the label of a place, or by that and the name of a statistic."""
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -1,19 +1,25 @@
 """Say which statistics a watch keeps, find the row of a tensor, merge rows, and turn them into metrics and a table.
 
-Whoever keeps statistics (``observe.watch``, the ready hooks of ``factories``, ``debug.first_bad``, ``analyses.layers``)
-asks a `Layout` for the columns. `StatsEngine` finds rows: by `reduce` of a tensor on a CPU (``debug.first_bad`` too),
-by `reduce_on_device` on devices that have no kernel, by `row_of_parts` of what compiled code has found. The engine,
-`RankStats`, `Watch` and the ready hooks make metrics and tables of them. Columns are read by their numbers in hooks.py,
-monitor.py, engine.py, ranks.py, ``debug.first_bad`` and ``factories.streaming_stats``. kernel.py uses `flat_view`, and
-fingerprints of traces `extremes`.
+A row holds one float64 number per column: those of one firing (one tensor), or of many at one place (`WatchedPlace` of
+engine.py). The first columns are added up. Of the others the largest number is kept, so a minimum is kept negated.
+Blocks of a tensor, calls, devices and ranks are all merged by these two rules.
 
-A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
-a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
+`Layout.of` is called by watch.py, the ready hooks of ``factories`` and ``debug.first_bad``; analyses/layers.py calls it
+only to check names. engine.py finds rows by `reduce`, `reduce_on_device` and `row_of_parts`; bad_operation.py of
+``debug.first_bad`` calls `reduce` too. kernel.py uses `flat_view`, and fingerprint.py of ``debug.compare`` `extremes`.
 
-The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device` and
-`row_of_parts`, and by number in ``triton_programs``: change all together. A new statistic that columns of today can
-tell is a name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, its name in `Layout.of`, at what it needs, and one
-in the lists for users: the docstring of ``watch`` (watch.py), and docs/factories.md.
+The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device`,
+`row_of_parts`, `_row_of_nothing`, triton_programs.py (as numbers), and `reference` of
+tests/observe/watch/helpers_columns.py: change all together. Columns are read by number in engine.py, hooks.py,
+monitor.py, ranks.py, watch.py, ``debug.first_bad`` and factories/streaming_stats.py. They are read by name in
+factories/streaming_stats.py, factories/probing.py and bad_operation.py.
+
+A new statistic that columns of today can tell needs its name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and
+its name at what it needs in `Layout.of`; in `_MEANINGS`, if the name does not say it all. Add it to the lists for
+users: the docstring of `watch` (watch.py), docs/factories.md, and docs/tour.md if it is not a default. Add it to
+`reference` of tests/observe/watch/helpers_stats.py and `ALL` of test_numbers.py there. Two files go by the names of
+statistics: report/anomalies.py (`_SIZES`, `_ZERO_SHARE`), and analyses/layers.py (``reduce``: how ranks are joined).
+For one that is kept per unit, see the head of engine.py.
 """
 
 from __future__ import annotations
@@ -275,7 +281,7 @@ _FAR: Final = 9.0
 float32 have an error of 1e-7, of squares of rounded bfloat16 one of 1e-5; the variance sees it multiplied by this."""
 _TINY: Final = 1e-30
 """Sums of squares below this may have lost numbers that are too small to be squared in float32. The same number stands
-in triton_programs.py."""
+in triton_programs.py; fingerprints (``debug.compare``) have it twice more."""
 _WIDE: Final = torch.float64
 
 
@@ -387,7 +393,11 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
 
 
 def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
-    """Return the row of a tensor from what compiled code has found in its rows of ``each`` numbers."""
+    """Return the row of a tensor from what compiled code has found in its slices of ``each`` numbers.
+
+    ``found`` is what `_by_row` of graph.py makes, in its order and with its `_TYPES`. Columns of thresholds and details
+    stay 0: a layout with these never comes this way, as `find_in` there hands over the whole tensor.
+    """
     sums, squares, lows, highs, zeros = (part.to(_WIDE) for part in found)
     if not sums.numel():
         return _row_of_nothing(layout, sums.device)

@@ -1,17 +1,20 @@
-"""Reduce tensors on the GPU: programs in Triton, which `Kernel` launches by name.
+"""Reduce tensors on the GPU: programs in Triton, which `Kernel` (kernel.py) launches by name.
 
-Only `Kernel` (by `program_named`, when it first launches one) and ``debug.compare.triton_fingerprint`` (`job_of`,
-`FIELDS`) import this file, since Triton may not be installed. The columns of a row stand here as numbers (2 is the sum,
-3 the squares, up to 7; behind the thresholds, from ``num_added`` on, the extremes): ``row.py`` has their order. Tables
-and arguments are read by position, as ``kernel.py`` writes them; the five parts that ``fold_rows`` adds up come in the
-order of `_by_row` in ``graph.py``. `_BINS` is the one of ``engine.py``. Change the files together.
+Only `Kernel` (by `program_named`, when it first launches one) and triton_fingerprint.py of ``debug.compare`` (`job_of`,
+`FIELDS`) import this file, since Triton may not be installed. Tests get programs by `program_named` too.
 
-``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which ``merge_slots`` adds to
-rows. No program writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a
-compiled graph has found by row. ``count_exponents`` counts whole numbers by atomic operations: the same in whichever
-order programs come.
+``reduce_chunks`` reads tensors once. Each of its programs reads one chunk, some tiles of 4 × WIDTH numbers, and leaves
+what it found in its slot: one column of partial results. ``merge_slots`` adds the slots of a tensor to rows. No program
+writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a compiled graph has
+found by row. ``count_exponents`` counts whole numbers by atomic operations: the same in whichever order programs come.
 
-Numbers go in by address: all arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
+The columns of a row stand here as numbers (2 is the sum, 3 the squares, up to 7; then thresholds; from ``num_added`` on
+the extremes): row.py has their order, and its head who else knows it. Tables and arguments are read by position, as
+kernel.py writes them. The five parts that ``fold_rows`` adds up come in the order of `_by_row` and with the types of
+`_TYPES`, both in graph.py. `_BINS` is the one of engine.py, `_TINY` the one of row.py. Change the files together. A new
+program also needs what the head of kernel.py lists: its warps in `_WARPS`, a `_launch`, and a case in test_kernel.py.
+
+Numbers go in by address. All arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
 every call. A thread reads 16 bytes at a time, and spends 6.6 instructions on each number of 16 bits (machine code for
 sm_90; 9.3 without comparing two at a time), where the memory of an H200 leaves time for fifteen. What is not finite
 needs none: it shows in the extremes at the end, and only then is a chunk read once more, in float64, to count it. So

@@ -1,14 +1,21 @@
 """Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
-Users call `watch`, and so does ``analyses.layers``. A `StepMonitor` makes a `Watch` of its own by `nothing_watched`,
-and uses private parts of it (monitor.py lists them): change both together. Loops report a watch as a tracker
-(`TrackerHook`: ``to_metrics``, ``reset``, ``state_dict``). It puts hooks on by `WatchSites`, counts `Steps`, and reads
-metrics from the `StatsEngine`, in a distributed run by way of `RankStats`. For ``budget=`` a `BudgetedSchedule` says
-which steps are due: it compares steps with the hooks and steps without, and `Steps` tells it when one begins, which is
-when the one before is over.
+Users call `watch`, and so does analyses/layers.py. A `StepMonitor` (monitor.py) makes a `Watch` of its own by
+`nothing_watched`, and uses private parts of it, which the head of monitor.py lists: change both together. Loops report
+a watch as a tracker by `TrackerHook` (lifecycle/hook.py), which calls ``to_metrics``, ``reset``, ``state_dict`` and
+``load_state_dict``.
 
-A watch must change no bit of a run and wait for no device before it is asked. Metrics are named "place/kind/statistic":
-the report of a run knows the kinds by these names (`report.metric_series.KINDS`).
+A watch puts hooks on by `WatchSites`, counts `Steps` (both hooks.py), and reads metrics from the `StatsEngine`
+(engine.py), in a distributed run by way of `RankStats` (ranks.py). For ``budget=`` a `BudgetedSchedule` says which
+steps are due: it compares steps with the hooks and steps without. `Steps` tells it when a step begins, which is when
+the one before is over.
+
+A watch must change no bit of a run, and wait for no CUDA device before it is asked. Its ``state_dict`` goes into
+checkpoints: keep its keys.
+
+A new kind of ``on=``: the head of hooks.py lists the files that know the names. A new statistic: the head of row.py, or
+for one per unit that of engine.py. Both kinds of names stand in the docstring of `watch`. Metrics are named
+``"place/kind/statistic"``: `KINDS` of report/metric_series.py reads the kinds out of these names.
 """
 
 from __future__ import annotations

@@ -44,7 +44,10 @@ says how many numbers each entry stands for (`Share.each`); 1 for a tensor as it
 
 
 class Share(NamedTuple):
-    """What one site has of the tensors that ``sink_all`` is handed: some of them, or rows of all."""
+    """What one site has of the tensors that ``sink_all`` is handed: some of them, or rows of all.
+
+    `line_of` writes the fields in this order. graph.py and kernel.py of observe/watch take the first three in it.
+    """
 
     first: int
     """The number of the first of its tensors, or of its rows in each of them."""
