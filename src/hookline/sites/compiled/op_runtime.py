@@ -2,8 +2,8 @@
 
 torch calls these functions: those with ``@ops.behind`` are what an operator of ``op_schemas`` does when the graph runs
 (``enter`` and ``leave`` are in ``compiled_gradients``). ``attach`` imports the file to have them there. Each finds the
-`ModuleHooks` of its module by the key, which is a tensor (``module_hooks.hooks_with_key``), and runs its *entries*: each
-is a `HookAtSite`, one hook at one site (``hook_at_site``). `fire_gradients` runs those on gradients.
+`ModuleHooks` of its module by the key, which is a tensor (``module_hooks.hooks_with_key``), and runs its *entries*:
+each is a `HookAtSite`, one hook at one site (``hook_at_site``). `fire_gradients` runs those on gradients.
 
 The operators come with texts that are written while the compiler traces; change both ends together:
 
@@ -15,8 +15,8 @@ The operators come with texts that are written while the compiler traces; change
 
 The compiled program uses its memory again. So a hook is handed copies; a `Summary` gets the tensors themselves, and may
 not keep them. Where a forward hook changes its copies in place, `_fire` raises, since the change is lost, unless the
-hook has ``observe=True``. Hooks come and go while a graph stays, so the hooks that are on now are looked up at each call; `_Receivers`
-are kept until `HookChanges.count` has changed.
+hook has ``observe=True``. Hooks come and go while a graph stays, so the hooks that are on now are looked up at each
+call; `_Receivers` are kept until `HookChanges.count` has changed.
 """
 
 from __future__ import annotations

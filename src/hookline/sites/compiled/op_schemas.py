@@ -1,8 +1,8 @@
 """Define the operators that stand for hooks in a compiled graph.
 
 ``trace_hooks``, ``compiled_gradients`` and ``graph_passes`` put them into graphs while the compiler works. When the
-graph runs, the functions of ``op_runtime`` run behind them. The compiler cannot look into them, so the Python behind them may
-do anything. It may not drop them, because they are declared to have side effects. Each is given the key of a
+graph runs, the functions of ``op_runtime`` run behind them. The compiler cannot look into them, so the Python behind
+them may do anything. It may not drop them, because they are declared to have side effects. Each is given the key of a
 `ModuleHooks` (``module_hooks``). The hooks that are on when the operator runs count, so removal takes effect at once.
 
 ``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
