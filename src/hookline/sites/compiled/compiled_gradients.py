@@ -15,9 +15,9 @@ Who calls what:
   of a summary in ``op_runtime._receiving``. Change both ends of a text together.
 
 All here runs on fake tensors, without a module, and must read no values. The wiring sees `_TracedHooks` in the place of
-the hooks, which has of `GradientHooks` only what the plan says. So each attribute of `GradientHooks` that ``gradients``
-reads goes into `plan_of` and `_TracedHooks`: one that is left out has the default of the class, without an error. A new
-letter also goes into the tests (tests/sites/compiled); raise `_VERSION` if the same plan now means another graph.
+the hooks, which has of `GradientHooks` only what the plan says. All else has the default of the class, without an
+error: an attribute that a `GradientCall` reads, and of which the default would be wrong, goes into `plan_of` and
+`_TracedHooks`, with a test in tests/sites/compiled. Raise `_VERSION` if the same plan now means another graph.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ each forward. torch shows functions to a function mode, operators (``aten.mm``) 
 What must stay so:
 
 - Whoever changes the entries of a scope holds `LOCK`, and calls `_publish` before letting go of it. Threads look into
-  their tables without a lock, and make them anew, under `LOCK`, only when something was published.
+  their tables without a lock. They make them anew under `LOCK`, after a `_publish` and where they enter or leave a
+  scope.
 - Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the
-  modes that are there, and are taken out from among them; a mode that is not ours is never taken off.
+  modes that are there, and are taken out from among them; the modes of others stay in their order.
 - Functions that ``gradients`` calls for the gradients fire no hooks: ``_torch.called_by_us(2)`` looks two frames up for
   the code that called the function. So it has to be called straight from ``__torch_function__`` or
   ``__torch_dispatch__``, and no decorator may come between these and torch. Only calls made in sites/gradients.py are
