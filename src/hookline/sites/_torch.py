@@ -1,13 +1,18 @@
-"""The private functions and habits of torch that hookline leans on, in one place.
+"""The private functions and habits of torch that hookline leans on, gathered in one file.
 
-The heading of each part says who uses it. A private name of torch that another file needs goes here (of
-``torch.distributed``: ``distributed._torch_distributed``), with a test in ``tests/sites/test_torch_*.py`` that fails
-when a version of torch changes it. Checked on torch 2.11 and 2.13, where nothing else is said. Used where they are
-needed, and not wrapped here, are old attributes such as ``Tensor._base`` and ``_version``, ``Module._modules`` and
-``_parameters``, and the hook dictionaries of ``Module``.
+The heading of each part says which files use it, and where it is tested: by itself in ``tests/sites/test_torch_*.py``,
+or only by the behaviour that needs it. A private name of torch that another file needs is put into the part that fits
+(for ``torch.distributed``: into ``distributed._torch_distributed``), with the versions it was checked on, the file that
+uses it in the heading, and a test that fails when a version of torch changes it. Where nothing else is said, the names
+here were checked on torch 2.11 and 2.13. tests/sites/test_torch_optimizers.py fails where another file of the package
+imports a private name of torch, or reads one from ``torch`` itself.
+
+Used where they are needed, and not gathered here, are old attributes of objects: for example ``Tensor._base`` and
+``_version``, ``Module._modules`` and ``_parameters``, the hook dictionaries of ``Module``, and
+``Module._replicate_for_data_parallel`` (``compiled.recompile_guard``).
 
 Some functions count frames above them (`called_by_us`, `backward_hooks_of_call`): one more call between them and torch
-breaks them. `_WIRING` is the name of ``sites.gradients``: renaming that changes it too.
+breaks them. The string `_WIRING` is the module name of ``sites/gradients.py``: rename both together.
 """
 
 from __future__ import annotations
@@ -36,6 +41,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
 
+# -- names of torch: sites.module_hooks, .compiled.recompile_guard, .functions.attach_function (APPLY_IS_PYTHON) ---
+# Tested in test_torch_modules.py; APPLY_IS_PYTHON in tests/sites/functions/test_function_classes.py.
+
 APPLY_IS_PYTHON: Final = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 """Whether ``Function.apply`` looks the C++ one up by ``super()``: torch 2.11 to 2.13. From 2.14 on it is that one."""
 
@@ -55,9 +63,15 @@ HOOK_DICTS: Final[dict[str, tuple[str, ...]]] = {
     "_load_state_dict_pre_hooks": (),
     "_load_state_dict_post_hooks": (),
 }
-"""The hook dictionaries of a module, each with the dictionaries that hold options for the same ids."""
+"""The hook dictionaries of a module, each with the dictionaries that hold options for the same ids.
+
+`put_hook`, `drop_hook` and `hooks_of` below read it, and ``module_hooks``, which has a `Row` by the same name for each
+dictionary that slots of ours go into (``_CALL_ROWS``, ``_KIND_ROWS``). A new dictionary of torch is a line here:
+tests/sites/test_torch_modules.py fails without it. For a `Kind` that goes into it, see the head of ``kinds``.
+"""
 
 # -- the graph of autograd: sites, observe.watch, metta, debug.first_bad, debug.compare ----------------------------
+# Tested in test_torch_autograd.py, but for graph_task_id, current_node and made_since: by what uses them.
 
 # Nodes that accumulate into a leaf carry the largest 64-bit number, to run as soon as they are ready.
 _LEAF_SEQUENCE: Final = 1 << 62
@@ -124,6 +138,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 # -- hooks of modules and tensors: sites.module_hooks, .find, .gradients, debug.diagnose, serve.row_batch ----------
+# Tested in test_torch_modules.py; only_hook in test_torch_autograd.py.
 
 
 def put_hook(module: nn.Module, attribute: str, hook_id: int, hook: Any, *, with_kwargs: bool = False) -> None:
@@ -178,6 +193,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
 
 
 # -- the call that is under way, and hooks there: sites, observe, debug.diagnose; tensor_hooks_of: metta too -------
+# Tested in test_torch_functions.py (backward_hooks_of_call), test_torch_modules.py (in_run) and test_parameters.py
+# (parameter_hooks_of); the rest by what uses it.
 
 IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 """The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
@@ -244,6 +261,8 @@ def global_hooks() -> Iterator[tuple[str, Any]]:
 
 
 # -- leaves, and FSDP2: sites.parameters, sites.module_hooks, debug.diagnose ---------------------------------------
+# Tested in test_torch_compile.py (place); the rest by behaviour, in tests/sites/test_parameters.py, and for FSDP2 in
+# test_fsdp_order.py and test_wrappers_distributed.py there.
 
 leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 """The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
@@ -303,6 +322,8 @@ def in_functional_call() -> bool:
 
 
 # -- modules that run: sites, observe, debug, factories, sglang ----------------------------------------------------
+# Tested in test_torch_functions.py (running); the rest by behaviour: called_by_us in tests/sites/functions,
+# in_recomputation by the tests of checkpointing in tests/sites and tests/observe.
 
 
 def running() -> Iterator[nn.Module]:
@@ -324,10 +345,10 @@ def times_running(module: nn.Module) -> int:
 
 
 def called_by_us(depth: int) -> bool:
-    """Return whether the wiring of gradients, and not the model, has called the function a hook is due for (0.2 µs).
+    """Return whether ``sites/gradients.py``, and not the model, has called the function a hook is due for (0.2 µs).
 
-    Without this, function hooks would fire for our own calls (``view_as``, for instance). ``depth`` is how many calls
-    above this one the caller is.
+    Without this, hooks on functions would fire for our own calls (``view_as``, for instance). ``depth`` says how many
+    frames above this one the caller is: 2 in ``attach_function``, which calls this from what torch calls.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(depth - 1):
@@ -339,7 +360,8 @@ def called_by_us(depth: int) -> bool:
 
 
 _OPS: Final = vars(sys.modules[OpOverload.__module__])
-# The wiring calls functions of torch in that file itself: in another one, this one too, function hooks would fire.
+# Only calls that are made from gradients.py are passed over. If the wiring of gradients called torch from any other
+# file, even from this one, hooks on functions would fire for them.
 _WIRING: Final = "hookline.sites.gradients"
 
 
@@ -361,6 +383,7 @@ def in_recomputation() -> bool:
 
 
 # -- functions, operators and modes: sites.functions alone; is_tracing: sites.compiled too -------------------------
+# Tested in test_torch_functions.py (modes, handles_modes, is_native); the rest in tests/sites/functions by behaviour.
 
 
 def handles_modes(function: Any) -> bool:
@@ -450,6 +473,7 @@ def is_tracing() -> bool:
 
 
 # -- optimizers: sites.optimizers, .module_hooks, integrations.follow ----------------------------------------------
+# Tested in test_torch_optimizers.py.
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
@@ -500,6 +524,7 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 _WALKERS: Final = frozenset({optimizer_py.__name__, module_py.__name__})
 
 # -- torch.compile while it traces: sites, observe, factories, specs -----------------------------------------------
+# Tested in test_torch_compile.py.
 
 
 def constant_while_tracing(function: _F) -> _F:
@@ -537,6 +562,7 @@ else:
 
 
 # -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes --------------------------------
+# Tested by behaviour alone: tests/sites/compiled, tests/observe/watch (test_graph_stats.py, test_watch_compiled.py).
 
 
 def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -641,7 +667,9 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
-# -- tensors, transforms, streams, scalers: sites.compiled, and the packages that read numbers ---------------------
+# -- tensors, transforms, streams, scalers: sites.compiled, analyses, debug, factories, guard, integrations, metta, --
+# -- observe -------------------------------------------------------------------------------------------------------
+# Tested by behaviour alone, in the folders of tests that are named like those that use it.
 
 
 @constant_while_tracing
@@ -711,6 +739,8 @@ def between_scaler_steps(scaler: Any) -> Iterator[None]:
 
 
 # -- what is compiled and what is not: sites, observe, factories, debug, integrations, serve -----------------------
+# Tested in test_torch_compile.py (leave_to_python) and test_torch_functions.py (counting_changes); the rest by
+# behaviour, mostly in tests/sites/compiled.
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:
@@ -819,6 +849,7 @@ def is_compiled_function(function: Any) -> bool:
 
 
 # -- the guard, on 2.11 and 2.13: guard; norms_of_all: debug.first_bad; flat: analyses -----------------------------
+# Tested in test_torch_compile.py (dict_version, layout_check); the rest by behaviour: most of it in tests/guard.
 
 copy_all: Final[Callable[..., None]] = torch._foreach_copy_
 """Copy a list of tensors into another; on a CUDA device a few launches for all of them."""

@@ -1,19 +1,27 @@
 """Observe and edit the gradients of one call of a module or function, without disturbing anything else.
 
-`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`, which keeps the hooks. They make a `GradientCall` for
-each call: `GradientCall.enter` before it, `GradientCall.leave` after it, which put a `Tap` on a tensor to observe its
-gradient, and let several tensors pass a gate where their gradients are edited together. In the backward pass autograd
-calls taps and gates, they call the `BackwardCall`, the base of `GradientCall`, or the `OutputCall` where all hooks
-observe one output; and that calls the user's hooks.
+`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`, which has the hooks as *entries*: each is a `HookAtSite`,
+one hook at one site (``hook_at_site``). ``module_hooks`` and ``functions.attach_function`` make a `GradientCall` for
+each call: `GradientCall.enter` before it, `GradientCall.leave` after it. These put a `Tap` on a tensor to observe its
+gradient, and let several tensors pass a *gate* where their gradients are edited together. In the backward pass autograd
+calls taps and gates. They call the `BackwardCall` (the base of `GradientCall`), or the `OutputCall` where all hooks
+observe one output; and that calls the users' hooks.
 
-Others use parts: ``module_hooks`` (`tap_output`), ``everywhere`` (`CallState`), ``sites.compiled`` (`fire_gradients`,
-`end_of`; `gradient_places` and `as_arguments`, which are traced) and ``tensors`` (`fitting`, `fitting_all`). In
-compiled code, ``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with
-``module=None``, while the compiler traces. So nothing here may read a value of a tensor, or need a module. Its hooks
-know only what the text of `plan_of` says: add every attribute of `GradientHooks` that you read here to `plan_of` and to
-``_TracedHooks``, or compiled code takes the default of the class, without an error. ``_torch.called_by_us`` knows this
-module by name, so that the torch functions called here fire no hooks on functions: call them for the gradients only
-here.
+Other files use parts: ``module_hooks`` (`USE_INPUT_ONCE`, `is_flat`, `tap_output`, `CallState`), ``attach_function``
+and ``everywhere`` (`CallState`), ``tensors`` (`fitting`, `fitting_all`), and of ``compiled``: ``compiled_gradients``
+(`GradientHooks`, `GradientCall`, `end_of`), ``op_runtime`` (`fire_gradients`), ``trace_hooks`` (`gradient_places` and
+`as_arguments`, which are traced). What must stay so:
+
+- ``compiled_gradients._TracedCall``, a subclass of `GradientCall`, runs on fake tensors, with ``module=None``, while
+  the compiler traces. So `GradientCall` and its bases may not read a value of a tensor, or need a module.
+- Its hooks know only what the text of `plan_of` says; all else has the default of `GradientHooks`, without an error.
+  Where a `GradientCall` reads an attribute of which the default would be wrong, add that to `plan_of` and
+  `_TracedHooks` in ``compiled_gradients``.
+- ``_torch.called_by_us`` knows this module by its name (``_torch._WIRING``), so that the torch functions called here
+  fire no hooks on functions. Call torch for the gradients of a call in this file only.
+
+Tests: tests/sites/test_gradients.py, test_backward_order.py and test_inert.py; for functions,
+test_function_gradients.py and test_gradient_passes.py of tests/sites/functions.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and accumulates
 into leaves at once. So when the producer of an input runs, everything the module made has run and its parameters have
@@ -30,8 +38,8 @@ docs/sources.md).
 
 *Inputs, watched* (no hook can return a value): the nodes through which the module reaches each input are found by
 walking its part of the graph, and hooks on them collect what they send; the input's producer gives the signal to fire.
-Nothing is added to the graph, so the run is the same to the last bit. (Layers of torch's own that read their one input
-once, such as Linear, take an alias in: that is cheaper, and one term regroups no sum.)
+That adds no node to the graph, so the run is the same to the last bit. Layers of torch's own that read their one input
+once (`USE_INPUT_ONCE`) take an alias in instead: that is cheaper, and one term regroups no sum.
 
 *Inputs, edited*: all pass a gate on their way in. It is reached when everything inside has run, sees this module's own
 share of each gradient, and lets through what the hooks return. Where one tensor is used twice or more inside the module
@@ -65,7 +73,7 @@ USE_INPUT_ONCE: Final = frozenset(
     {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm}
     | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
 )
-"""Classes that read their one input once, and write elsewhere."""
+"""Classes that read their one input once, and write elsewhere; ``module_hooks`` looks for the exact class."""
 
 
 Began: TypeAlias = tuple[int, int, int]
@@ -174,7 +182,8 @@ def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
 # -- taps: gradients that are observed, and edits of one output ----------------------------------------------------
 
 _Output: TypeAlias = tuple[Any, Any, torch.Size | None]
-"""A `BackwardCall` or `OutputCall`, the tensor's place there, and its shape there, if not its own."""
+"""A `BackwardCall` or `OutputCall`, what its ``take_output`` is to be told first, and the shape of the tensor there, if
+not its own. Of a `BackwardCall` that is the index in ``grad_output``; of an `OutputCall` see there."""
 
 
 class Tap(list[_Output]):
@@ -187,7 +196,7 @@ class Tap(list[_Output]):
 
     # It is itself the list, since one is made for each call of each module that is watched, and has to be cheap.
     inputs: tuple[tuple[BackwardCall, int, torch.Size | None], ...] = ()
-    """Calls that take the tensor in, its place there, and its shape there, if not its own."""
+    """Calls that take the tensor in, its index in their ``grad_input``, and its shape there, if not its own."""
 
     def add_input(self, call: BackwardCall, index: int, shape: torch.Size | None = None) -> None:
         """Add a call that takes the tensor in."""
@@ -298,10 +307,11 @@ _Take: TypeAlias = Callable[[list[int], "Grads"], "Grads"]
 class HooklineGate(torch.autograd.Function):
     """Several tensors that pass one node, so that all their gradients are known before one of them goes on.
 
-    Users see the name of this class: an input of a module passes as a view (``views``), as with torch's full backward
-    hook, and where the module changes it in place, torch raises an error with this name in it. An output passes as a
-    tensor that shares memory and version with the one before the gate but is no view: in-place operations behind the
-    gate stay legal, and torch still notices one that spoils a saved tensor.
+    Users see the name of this class (tests/contract/test_pytorch_gradients.py looks for it): an input of a module
+    passes as a view (``views``), as with torch's full backward hook, and where the module changes it in place, torch
+    raises an error with this name in it. An output passes as a tensor that shares memory and version with the one
+    before the gate but is no view: in-place operations behind the gate stay legal, and torch still notices one that
+    spoils a saved tensor.
     """
 
     generate_vmap_rule = True

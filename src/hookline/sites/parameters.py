@@ -1,17 +1,22 @@
 """Attach ``param_grad`` hooks to parameters: select them, and run the hooks when a gradient has been accumulated.
 
-``attach`` and ``specs`` call `attach_to_parameters`, ``attach_tensor`` calls `hook_leaf`; ``watch`` and ``trace`` only
-select, by `select_parameters`, and ``find`` lists by `parameter_entries`. Which modules a target means is asked of
-``targets``. torch takes any number of post-accumulate hooks on a leaf; ours is one `LeafHook`, which keeps our order;
-``find`` and ``debug.diagnose`` know by its class which hooks are ours.
+``attach`` and ``specs`` call `attach_to_parameters`, ``tensors`` calls `hook_leaf`. ``attach``, ``specs``, ``watch``
+and debug/compare/trace.py select by `select_parameters`; ``freeze`` in ``attach`` by `named_parameters` and `is_below`.
+``find`` lists by `parameter_entries`. Which modules a target means is asked of ``targets``.
+
+torch takes any number of post-accumulate hooks on a leaf. Ours is one `LeafHook`, which runs the hooks of ours on that
+leaf in our order; ``find`` and debug/diagnose/doctor.py know by its class which hooks are ours. Each hook in it is an
+*entry*, a `_HookAtLeaf`: one hook at one site, of an `Attachment`, which is one call of a verb (``hook_at_site``).
 
 Python's garbage collector cannot see what a leaf's hooks refer to: with torch's own, a hook that refers to its
-parameter or its model keeps them for good. So a `LeafHook` refers to the hooks weakly, and the module that owns the
-parameter keeps them, in its `ModuleHooks` like any other.
+parameter or its model keeps them for good. So a `LeafHook` refers to its entries weakly, and the modules that own the
+parameter keep them, in their `ModuleHooks` like any other. The row of `PARAM_GRAD` in ``module_hooks._KIND_ROWS`` keeps
+that on the module. A leaf that no module owns keeps its entries itself.
 
 A hook is on a name, not on the tensor that happened to be there: FSDP2, ``load_state_dict(assign=True)`` and a plain
-``module.weight = …`` put another parameter in its place. At the start of each forward of the model its counter calls
-`_follow`, which looks at every hooked name and moves the hooks where it is another.
+``module.weight = …`` put another parameter in its place. At the start of each forward of the model its `ForwardCounter`
+calls `_follow`, which looks at every hooked name and moves the hooks where it is another. Entries come, move and go
+under ``LOCK``; firing takes no lock. Tests: tests/sites/test_parameters.py, and for FSDP2 test_fsdp_order.py there.
 """
 
 from __future__ import annotations

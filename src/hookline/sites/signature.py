@@ -1,15 +1,20 @@
-"""Check a hook when it is attached, so that a misfit never surfaces in the middle of a run.
+"""Check a hook when it is attached, so that a misfit does not surface in the middle of a run.
 
-``attach.new_attachment`` calls `examine_hook` for every verb; ``specs``, ``engines.live_hooks`` and ``runs.build``
-call single checks, and many call `hook_name`. ``capture`` and ``patch`` write the `HookTraits` of their own hooks, and
-``patch`` checks functions as edits by `check_call`.
+``attach.new_attachment`` calls `examine_hook` for every verb, and `check_observe`; ``specs``, ``engines.live_hooks``
+and ``runs.build`` call single checks. Many call `hook_name`, ``find`` and ``debug.diagnose`` among others. ``capture``
+and ``patch`` write the `HookTraits` of their own hooks, and ``patch`` checks functions as edits by `check_call`. The
+names of the arguments of each kind come from `SiteType.args` in ``kinds``. (`hookline.testing.check_hook` is another
+function.)
 
-Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next. Where
-there is no code to read, the answer is the safe one: the hook may return a value, changes tensors in place, and reads
-all. Two answers are guesses by name: `changes_in_place` sees methods like ``mul_``, but no ``x += 1`` and no helper
-(compiled code raises where such a change would be lost); `_GIVE_NONE` takes any ``append`` for one that returns
-nothing. The letters of `HookTraits.reads` are read by ``compiled.trace_hooks``, and written by ``capture``, ``patch``
-and `Attachment.reads` as well: change all together.
+Signature and bytecode are read, and nothing is called. Bytecode differs from one version of Python to the next:
+tests/sites/test_signature.py has the cases. Where there is no code to read, the answer is the safe one: the hook may
+return a value, changes tensors in place, and reads all. Two answers are guesses by name: `changes_in_place` sees
+methods like ``mul_``, but no ``x += 1`` and no helper (compiled code raises where such a change would be lost);
+`_GIVE_NONE` takes any ``append`` for one that returns nothing.
+
+The letters of `HookTraits.reads` are written by `what_it_reads`, by ``capture``, by ``patch`` and as the default of
+`Attachment.reads` in ``hook_at_site``. ``module_hooks._compiled_steps`` puts them into the recipe of a slot, and
+``compiled.trace_hooks`` reads them there: change all together.
 """
 
 from __future__ import annotations

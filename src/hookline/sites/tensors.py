@@ -1,16 +1,23 @@
 """Attach hooks to gradients of tensors, to nodes of the autograd graph and to what it keeps for the backward.
 
-Users call `attach_tensor`, `attach_node` and `saved_tensors`; ``metta`` and ``sglang`` call `attach_tensor` too. Each
-is torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``, ``saved_tensors_hooks``).
-Hooks on gradients are given to them as a `_GraphHook` that counts, checks and tells the site; ``metta`` knows its own
-on a tensor by the ``attachment`` there. ``param_grad`` hooks on leaves go to ``parameters``.
+Users call `attach_tensor`, `attach_node` and `saved_tensors`; metta/builders.py and sglang/dumpers.py call
+`attach_tensor` too. Each calls torch's own verb (``register_hook``, ``register_multi_grad_hook``, ``register_prehook``,
+``saved_tensors_hooks``). Hooks on gradients are given to torch as a `_GraphHook`, which counts and checks them and
+tells them their site. ``param_grad`` hooks on leaves go to ``parameters``.
+
+A `_GraphHook` has an *attachment*, what one call of a verb has asked for, and an *entry*, this hook at this one site
+(`Attachment` and `HookAtSite`, both in ``hook_at_site``). metta/builders.py tells our hooks on a tensor from others by
+the attribute ``attachment`` of a `_GraphHook`, and reads ``order`` there: rename them together.
 
 What torch is given belongs to the graph, and goes with it. It refers to the attachment and its entry; the attachment to
 its entry and, by ``on_remove``, to torch's handle; the entry refers back weakly. There must be no ring of strong
-references: everything is to be freed exactly when torch alone would free it.
+references: everything is to be freed exactly when torch alone would free it (`attach_node` on a leaf is the exception).
 
 In code that is being compiled, `attach_tensor` on one tensor returns torch's own handle. The compiler traces it up to
-there, so it may do only what can be traced.
+there, so it may do only what can be traced. Tests: tests/sites/test_tensors.py, and the conformance tests of that
+folder. A new kind of hook here: see the head of ``kinds``, and add it to the rows of `_KINDS` in
+tests/helpers_sites.py. A new public name is also a line in hookline/__init__.pyi, in tests/test_public_names.py and in
+docs/sources.md.
 """
 
 from __future__ import annotations
@@ -239,7 +246,7 @@ def _node_of(given: Any) -> Any:
 
 
 class _HookInGraph(HookAtSite):
-    """One hook on one tensor or node; its attachment keeps it, and is kept by what torch is given."""
+    """One hook on one tensor or node, as its entry; the attachment keeps it, and is kept by what torch is given."""
 
     __slots__ = ("_attachment",)
 

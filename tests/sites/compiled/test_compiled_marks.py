@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import subprocess
 import sys
 import textwrap
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -38,6 +40,25 @@ def test_a_forward_that_somebody_has_replaced_comes_back_as_it_was() -> None:
         step(run, x)
     assert len(seen) == 12 * (4 + 2)  # one more forward in each round
     assert (graphs(), breaks()) == (2, 0)
+
+
+def test_a_copy_of_a_hooked_module_calls_a_replaced_forward_on_itself() -> None:
+    """As it would without a hook: the method is bound to the copy, and so computes with the weights of the copy."""
+    model, called = Blocks(2), []
+    inner = model.layers[0]
+
+    def patched(self: nn.Module, y: Tensor) -> Tensor:
+        called.append(self)
+        return type(self).forward(self, y)
+
+    inner.forward = MethodType(patched, inner)  # type: ignore[method-assign]
+    with observe_all(model, [], "layers.0"):
+        twin = copy.deepcopy(model)
+    twin(torch.randn(3, 4))
+    assert called == [twin.layers[0]]
+    assert copy.deepcopy(twin).layers[0].forward.__func__ is patched
+    assert vars(inner)["forward"].__self__ is inner
+    assert "__getstate__" not in vars(inner)
 
 
 class Stranger(nn.Module):

@@ -1,18 +1,23 @@
 """Watch the gradients of a compiled call, with the wiring of an eager one, while the compiler traces.
 
-Behind its front, the compiler runs the graph with fake tensors and lets autograd record it, to learn what the
-backward is. There ``enter`` and ``leave`` watch the call exactly as an eager one is watched (`GradientCall`); autograd
-comes by with fake gradients, and what would have been a call of the hooks becomes an operator in the backward graph.
-So a compiled call reports the same gradients, in the same order, as an eager one, and nothing is rounded otherwise.
+After the Python of a model, the compiler traces the graph of its operators: it runs that with fake tensors, and lets
+autograd record it, to learn what the backward is. There `_enter` and `_leave` watch the call as an eager one is watched
+(`GradientCall`, head of ``gradients``). Autograd comes by with fake gradients, and what would have been a call of the
+hooks becomes an operator in the backward graph. So the hooks get the gradients, and the order, of an eager call.
 
-`ModuleHooks` asks `plan_of`; ``trace_hooks`` puts ``enter`` and ``leave`` into the graph, with that plan as a text: it
-is part of the graph, and the compiler's caches must not mix two plans up. ``op_runtime`` runs the operators that are
-put into the backward here: it reads their texts by `What`, that of a sink in ``_receiving``. ``trace_hooks`` writes the
-three fields that ``_enter`` and ``_leave`` read: plan, places, names. Change both ends together.
+Who calls what:
 
-All here runs on fake tensors, without a module: it must read no values. `GradientCall` and `BackwardCall` know of the
-hooks only what `_TracedHooks` has from the plan. An attribute of the hooks that they read and the plan lacks has the
-default of `GradientHooks`, without an error: put each such attribute into `plan_of` and `_TracedHooks`.
+- ``module_hooks`` asks `plan_of` for the *plan* of a module: what the wiring has to know of its gradient hooks, as a
+  text. It is a text because it becomes part of the graph, and the compiler's caches must not mix two plans up.
+- ``trace_hooks`` puts `ops.ENTER` and `ops.LEAVE` (``op_schemas``) into the graph; torch calls `_enter` and `_leave`
+  for these. ``trace_hooks`` writes the three fields that both read (plan, places, names).
+- ``op_runtime`` runs the operators that `_TracedCall` puts into the backward. It reads their texts by `What`, and that
+  of a summary in ``op_runtime._receiving``. Change both ends of a text together.
+
+All here runs on fake tensors, without a module, and must read no values. The wiring sees `_TracedHooks` in the place of
+the hooks, which has of `GradientHooks` only what the plan says. All else has the default of the class, without an
+error: an attribute that a `GradientCall` reads, and of which the default would be wrong, goes into `plan_of` and
+`_TracedHooks`, with a test in tests/sites/compiled. Raise `_VERSION` if the same plan now means another graph.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ def plan_of(hooks: GradientHooks) -> str:
     """Return what the wiring has to know of the gradient hooks on a module, as a text; empty if there are none.
 
     Such as ``"1+3 pa"``: the version, the numbers of summaries, letters. `_TracedHooks` reads all but "a" and "l",
-    which ``trace_hooks`` reads. It is a field of a slot's recipe and of the text of ``enter``: no "/" and no "|" in it.
+    which ``trace_hooks`` reads. It is a field of the recipe of a `Slot` (``trace_hooks``) and of the texts of
+    `ops.ENTER` and `ops.LEAVE`: no "/" and no "|" in it.
     """
     if not hooks.has_gradients:
         return ""
@@ -110,7 +116,7 @@ _traced_hooks: Final = functools.lru_cache(maxsize=None)(_TracedHooks)
 
 
 class _TracedCall(GradientCall):
-    """One call in a graph that is being traced: `GradientCall` wires it, `fire` puts an operator into the backward."""
+    """One call in a graph that is being traced: `GradientCall` wires it, `fire` puts operators into the backward."""
 
     def __init__(self, hooks: _TracedHooks, key: Tensor, names: str) -> None:
         super().__init__(hooks, None, next_order())

@@ -1,19 +1,22 @@
 """Arrange in the compiler's graphs what they hand over: few operators, each reduction where its tensor is made.
 
-While a graph is traced, `hand_over_late` of ``observe.watch.graph`` calls `arrange`, which nobody else calls. Inductor
-then calls `_arrange_joint` with the graph of forward and backward, before it divides that, and `_arrange_side` with
-either side afterwards.
+What is handed over are summaries for observers: calls of the operator ``sink`` (``op_schemas``). While a graph is
+traced, `hand_over_late` of observe/watch/graph.py calls `arrange` with two operators of that file: one finds statistics
+of the rows of a tensor, the other joins them. Inductor then calls `_arrange_joint` with the graph of forward and
+backward, before it divides that in two *sides*, and `_arrange_side` with each side afterwards (`_torch.lend_pass`).
 
-The passes may move and join our own operators and must leave the results of all others as they are. They read the
-arguments of ``sink`` by position (key, text, the tensors found, ``each``, see `op_schemas.Found`) and write the text of
-``sink_all`` by `op_schemas.line_of`, which ``op_runtime`` reads. Raise `_VERSION` with any change of what they do.
+The passes may move and join our own operators, and must leave the results of all others as they are. They read the
+arguments of ``sink`` by position (key, text, the tensors found, ``each``: see `op_schemas.Found`) and those of
+``sink_all``: a change of either schema is one here. They write the text of ``sink_all`` by `op_schemas.line_of`, which
+``op_runtime`` reads by ``read_line``. Raise `_VERSION` with any change of what they do: it is part of what the compiler
+knows graphs on the disk by. Tested in tests/observe/watch/test_graph_stats.py and test_watch_compiled.py.
 
-Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of
-the forward, and what comes behind an operator that it cannot join with others is not to be computed again. What was
-found by row in all tensors of a side is joined in one buffer for each statistic, and one ``sink_all`` takes these (five
-hundred small tensors took 2 ms of the host). Tensors that are handed over whole are taken together as well, as far as
-they may be held. After the division each reduction moves to where its tensor is made, since inductor joins neighbours
-alone, and whole tensors are handed over as soon as the last of a group is there.
+Before the division, our operators come last in the forward: the compiler decides by the order of the forward what to
+keep for the backward, and computes nothing again that comes behind an operator that it cannot join with others. What
+was found by row in all tensors of a side is joined in one buffer for each statistic, and one ``sink_all`` takes these
+(five hundred small tensors took 2 ms of the host). Tensors that are handed over whole are taken together as well, as
+far as they may be held. After the division, each reduction moves to where its tensor is made, since inductor joins
+neighbours alone. Whole tensors are handed over as soon as the last of a group is there.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ _NOT_KEPT: Final = ("eager_input_vals", "val", "tensor_meta")
 def arrange(find: Any, join: Any) -> None:
     """Arrange the graph that is being traced.
 
-    ``find`` is the operator that finds statistics of a tensor by row, ``join`` the one that joins what was found.
+    ``find`` is the operator that finds statistics of a tensor by row, ``join`` the one that joins what was found:
+    `_FIND` and `_JOIN` of observe/watch/graph.py.
     """
 
     def joint(graph: Any) -> bool:

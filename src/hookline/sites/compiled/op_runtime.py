@@ -1,12 +1,22 @@
 """Run the hooks that are on when a compiled graph comes to one of our operators.
 
-The operators of ``op_schemas``, but for ``enter`` and ``leave`` (``compiled_gradients``), call these functions, which
-find the `ModuleHooks` by its key and run its entries. Nobody else does: ``attach`` imports the file to have them there.
+torch calls these functions: those with ``@ops.behind`` are what an operator of ``op_schemas`` does when the graph runs
+(``enter`` and ``leave`` are in ``compiled_gradients``). ``attach`` imports the file to have them there. Each finds the
+`ModuleHooks` of its module by the key, which is a tensor (``module_hooks.hooks_with_key``), and runs its *entries*:
+each is a `HookAtSite`, one hook at one site (``hook_at_site``). `fire_gradients` runs those on gradients.
 
-The texts that come with the operators are written while the compiler traces: by ``trace_hooks`` (`_Shown` reads its six
-fields), ``compiled_gradients`` (`What`, `_receiving`) and ``graph_passes`` (`op_schemas.read_line`). Change both ends
-together. A hook is handed copies, since the compiled program uses the memory again; what an edit changes in place would
-be lost, and raises. Hooks come and go while a graph stays: each call looks up those that are on now.
+The operators come with texts that are written while the compiler traces; change both ends together:
+
+- `_Shown` reads the six fields of ``fire``, ``count`` and a ``sink`` of the forward, which ``trace_hooks`` writes in
+  `_fire`, `_edit` and `_summarize`. The layout in it is of ``value_layout``.
+- `What` reads that of ``grads`` and ``edit``, and `_receiving` that of a ``sink`` of the backward; both are written by
+  ``compiled_gradients._TracedCall``.
+- `op_schemas.read_line` reads that of ``sink_all``, which ``graph_passes`` writes.
+
+The compiled program uses its memory again. So a hook is handed copies; a `Summary` gets the tensors themselves, and may
+not keep them. Where a forward hook changes its copies in place, `_fire` raises, since the change is lost, unless the
+hook has ``observe=True``. Hooks come and go while a graph stays, so the hooks that are on now are looked up at each
+call; `_Receivers` are kept until `HookChanges.count` has changed.
 """
 
 from __future__ import annotations
@@ -84,8 +94,9 @@ _ONLY_OUTPUT: Final = "('(','builtins:tuple',('(','builtins:tuple',),('{','built
 class _Shown:
     """One step of a compiled call, read from its text: a group of observers, a hook that edits, or a summary.
 
-    ``trace_hooks`` writes the text: serial number, slot, steps, place, "g" with gradients on, layout. The layout is
-    last, as it may contain "|". Slot and steps find the `Slot` of now (`ModuleHooks.slot_for`), the place its step.
+    ``trace_hooks`` writes the text: serial number, name of the slot, letters of its steps, number of the step, "g" with
+    gradients on, layout (empty for all but observers). The layout is last, as it may contain "|". Name and letters find
+    the `Slot` of now (`ModuleHooks.slot_for`), the number its step.
     """
 
     __slots__ = ("_layout", "_place", "_slot", "_steps", "grad")

@@ -1,9 +1,9 @@
 """Define the operators that stand for hooks in a compiled graph.
 
-``trace_hooks`` and ``compiled_gradients`` put them into graphs while the compiler traces; ``op_runtime`` runs behind
-them when the graph runs. The compiler cannot look into them, so the Python behind them may do anything, and it may not
-drop them, because they are declared to have side effects. Each is given the key of a `ModuleHooks`; the hooks that are
-on at that moment count, so removal takes effect at once.
+``trace_hooks``, ``compiled_gradients`` and ``graph_passes`` put them into graphs while the compiler works. When the
+graph runs, the functions of ``op_runtime`` run behind them. The compiler cannot look into them, so the Python behind
+them may do anything. It may not drop them, because they are declared to have side effects. Each is given the key of a
+`ModuleHooks` (``module_hooks``). The hooks that are on when the operator runs count, so removal takes effect at once.
 
 ``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
 ``fire``   observers of a forward: the structure as a text (``value_layout``), tensors and numbers beside it
@@ -16,12 +16,16 @@ on at that moment count, so removal takes effect at once.
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,
            because without a reason the compiler keeps no order
 
-Two calls with the same arguments would be taken for one, so each has a serial number in its graph. It counts from 0 in
-each compilation, so that the compiler's caches find the same graph again.
+Two calls with the same arguments would be taken for one, so a call of ``begin``, ``note``, ``fire``, ``count`` or
+``sink`` has a serial number in its graph, as an argument or in its text. It counts from 0 in each compilation, so that
+the compiler's caches find the same graph again.
 
-A new operator is a `_define` with its schema, and a function `behind` it or `while_tracing`. Graphs on the disk
-know an operator by its name: one that means something else needs another name. ``watch`` and the ready hooks of
-``factories`` have a `Summary` each; `ModuleHooks` and `plan_of` keep what makes it (`keep_maker`).
+A new operator is a line above, a `_define` with its schema, a function `behind` it (in ``op_runtime``) or one
+`while_tracing` (in ``compiled_gradients``), a call in ``trace_hooks`` or ``compiled_gradients``, and a test in
+tests/sites/compiled. observe/watch/graph.py has two more operators in the same library: names must differ. Graphs on
+the disk know an operator by its name: one that means something else needs another name. A new `Summary` is given to the
+``summary`` of an `Attachment`, as observe/watch/hooks.py and factories/streaming_stats.py do; ``module_hooks`` and
+``compiled_gradients.plan_of`` keep what makes it (`keep_maker`).
 
 An operator gets memory that the compiled program uses again, so hooks get copies. A gradient may be edited behind an
 operator because nothing differentiates a compiled backward; ``edit`` refuses where something would.

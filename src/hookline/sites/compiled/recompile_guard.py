@@ -1,22 +1,29 @@
 """Let compiled code notice that a module has hooks: such a module gets a ``forward`` of its own.
 
-`ModuleHooks` calls `set_own_forward` as its hooks come and go, and `hide_from_copies` for its `CallGuard`.
-``attention`` calls `bind_forward` where a ``forward`` has to do more, and `set_own_forward` around that. ``receipt``
-asks `ignores_hooks` why hooks were silent.
+``module_hooks`` calls this file as the hooks of a module come and go: `set_own_forward` (`drop_inert` calls it too, for
+a copy of a hooked module), `is_forward_replaced`, and `hide_from_copies` for its `CallGuard`. ``attention`` uses
+`bind_forward`, `unbind_forward`, `stands_for` and `OWN_FORWARD` where a ``forward`` has to do more, and around that
+`set_own_forward`. ``receipt`` asks `ignores_hooks` why hooks were silent.
 
 Compiled code checks, before it runs, that what it was compiled for is still so. That a module has no hooks is left out
 of these guards (to have them in, for every module and call, costs a tiny compiled model 7 %), so a hook that comes
 later would never fire. What is always guarded is that a module has no ``forward`` of its own beside its class's. So a
 module with hooks of ours has one, which is its class's, bound to it: code that was compiled without hooks does not fit
-while it is there, and fits again when it is gone. Nothing is thrown away, no switch of torch's is turned, and whatever
-comes and goes, there are two graphs: one with hooks and one without.
+while it is there, and fits again when it is gone. Nothing is thrown away, and no switch of torch's is turned. As often
+as the same hooks come and go on the same modules, there are two graphs: one with them and one without. Other hooks may
+make more graphs: what a graph with hooks depends on is the ``recipe`` of each slot (``trace_hooks``), the edits
+themselves, and which modules have hooks.
 
-Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
+Where somebody else has replaced a module's ``forward``, a *stand-in* goes into its place: another function, which calls
+theirs. If theirs came from ``torch.compile``, it stays.
 
-A bound ``forward`` that went into a copy would compute with the parameters of the original. So a module that has one
-also has, of its own, the two methods by which it is copied: they leave out what is bound to it. Whatever else is put
-into the ``__dict__`` of a module here has to be left out of copies in the same way (`_BOUND`, `_unbound`, and for
-``nn.DataParallel`` `_replica`).
+A bound ``forward`` or a stand-in that went into a copy would compute with the parameters of the original. So a module
+that has one also has, of its own, the two methods by which it is copied (`hide_from_copies`). They leave out every name
+of `_BOUND` and put the ``forward`` behind a stand-in back; a ``forward`` that somebody has put there after the hooks,
+or a compiled one, is lost in such a copy. Whoever puts something else into the ``__dict__`` of a module here adds its
+name to `_BOUND`, calls `hide_from_copies`, and takes it off when the hooks go. `_REPLICATE` is a private method of
+torch that ``nn.DataParallel`` calls, tested in tests/sites/test_attention.py; the other copies are tested in
+tests/sites/compiled/test_compiled_marks.py and tests/sites/test_conformance_lifetime.py.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ _FORWARD: Final = "forward"
 _STATE: Final = "__getstate__"
 _REPLICATE: Final = "_replicate_for_data_parallel"
 _BOUND: Final = (_FORWARD, _STATE, _REPLICATE, _torch.CALL_IMPL)
-"""What copies leave out; ``module_hooks`` puts its `CallGuard` at ``CALL_IMPL``, and takes it away."""
+"""What copies leave out, and `OWN_FORWARD`. ``module_hooks`` puts a `CallGuard` at ``CALL_IMPL`` and takes it off."""
 OWN_FORWARD: Final = "_hookline_own_forward"
 """Set by ``attention`` where it has bound a ``forward``: the one that somebody else had given the module, or None.
 While it is there, `set_own_forward` takes away no more than a stand-in of ours."""
@@ -45,7 +52,8 @@ _STANDS_FOR: Final = "hookline_stands_for"
 def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
     """Give the module a ``forward`` of its own, or, where that is not ``wanted``, take ours away.
 
-    With one, code that was compiled without hooks does not fit any more; without, it fits again.
+    With one, code that was compiled without hooks does not fit any more; without, it fits again. A container without a
+    ``forward`` gets none.
     """
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
@@ -59,12 +67,13 @@ def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
         is_ours = _is_own_forward(module, own) or hasattr(own, _STANDS_FOR)
         if not is_ours and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
+            hide_from_copies(module)
     elif isinstance(forward, FunctionType) and forward is not nn.Module.forward:  # that of containers is never called
         bind_forward(module, forward)
 
 
 def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give the module a ``forward`` that its copies do not have."""
+    """Bind ``forward`` to the module, as its own; copies do not get it."""
     module.__dict__[_FORWARD] = MethodType(forward, module)
     hide_from_copies(module)
 
@@ -102,6 +111,7 @@ def _replica(module: nn.Module) -> nn.Module:
 
 
 def _unbound(state: Any) -> Any:
+    """Return the attributes of a copy: without what is bound, and with the ``forward`` of somebody else."""
     if not isinstance(state, dict):
         return state
     kept = {key: state[key] for key in state if key not in (*_BOUND, OWN_FORWARD)}
@@ -110,7 +120,7 @@ def _unbound(state: Any) -> Any:
 
 
 def is_forward_replaced(module: nn.Module) -> bool:
-    """Return whether the module has a ``forward`` that is not its class's."""
+    """Return whether the module has a ``forward`` of its own that is not its class's: a stand-in is one as well."""
     own = module.__dict__.get(_FORWARD)
     return own is not None and not _is_own_forward(module, own)
 

@@ -1,19 +1,21 @@
 """While the compiler traces, put an operator into the graph for each group of observers; trace editing hooks as code.
 
-The slots of a module (``module_hooks``) call `run_pre` and `run_post`. Everything in there is traced, so it reads as
-little as possible: each attribute it reads becomes a guard. The ``recipe`` of a slot says what is to happen. It has
-five fields between "/", which ``module_hooks._compiled_steps`` writes; ``ModuleHooks.slot_for`` finds a slot by the
-first: change all together.
+The *slots* of a module are the objects of ``module_hooks`` that torch calls as its hooks. Those around a call use
+`run_pre` and `run_post` while the compiler traces; `new_arguments` is used by eager calls too. Everything in here is
+traced, so it reads as little as possible: each attribute it reads becomes a guard of the compiled code. So a slot has
+all it is to do in one text, its *recipe*. That has five fields with "/" between them. ``module_hooks._compiled_steps``
+writes them, ``ModuleHooks.slot_for`` finds a slot by the first: change all together.
 
 1. a letter for each step, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a hook
    that edits, whose own code becomes part of the graph, "s" for one that receives a summary, which the graph makes;
-2. what the observers read: "a" arguments, "k" keyword arguments, "o" output;
+2. what the observers read: "a" arguments, "k" keyword arguments, "o" output (``signature`` finds that out);
 3. the plan for gradients (`plan_of`); its letters "a" and "l" are read here;
 4. "t" if a forward of a model begins here;
 5. the number of the summary of each step, with commas; empty for the other steps.
 
-``op_runtime._Shown`` reads the six fields of the texts ``what`` that are made here, and ``_enter`` and ``_leave`` of
-``compiled_gradients`` the three of the texts of `ops.ENTER` and `ops.LEAVE`: change both ends together, too.
+``op_runtime._Shown`` reads the six fields of the texts that `_fire`, `_summarize` and `_edit` make; `_enter` and
+`_leave` of ``compiled_gradients`` read the three of the texts of `ops.ENTER` and `ops.LEAVE`. Change both ends
+together, too. The operators are in ``op_schemas``. Tests of all of it are in tests/sites/compiled.
 """
 
 from __future__ import annotations
@@ -124,7 +126,10 @@ def _run_steps(hook: Slot, module: nn.Module, values: tuple[Any, ...]) -> tuple[
 
 
 def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, *output: Any) -> None:
-    """Put the operator into the graph that runs the observers of a step; hand over only what they read."""
+    """Put the operator into the graph that runs the observers of a step; hand over only what they read.
+
+    ``place`` is the number of the step in the slot, here and below.
+    """
     parts = Parts()
     if output and "o" not in reads:
         output = (None,)
@@ -188,7 +193,7 @@ def _leave_gradients(hook: Slot, plan: str, output: Any) -> Any:
 
 
 def _places(args: Any, kwargs: Mapping[str, Any]) -> tuple[str, list[Tensor], str]:
-    """Return which places gradients will be handed over in, the tensors, and the names of the places."""
+    """Return which values are tensors, as ones and zeros; the tensors; and the names of all the values."""
     found = gradient_places(args, kwargs, _is_carried)
     places = "".join(["0" if tensor is None else "1" for _, tensor in found])
     return places, [tensor for _, tensor in found if tensor is not None], ",".join([name for name, _ in found])

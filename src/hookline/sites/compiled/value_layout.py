@@ -1,14 +1,19 @@
 """Describe the structure of a value as a text, which a graph can hold beside the tensors in it, and rebuild the value.
 
-`describe` runs while the compiler traces, called by ``trace_hooks``: it takes arguments or an output apart with nothing
-but what can be traced. `rebuild` runs when the compiled graph does, called by ``op_runtime``, and puts the same
-structure together around the tensors of that run. What one writes, the other reads: a new kind of value is a letter in
-`describe` and in `_made`, or, if it differs from run to run, in `describe` and in ``streams`` of `rebuild`, with a list
-of `Parts` and an argument of ``op_schemas.FIRE``. ``op_runtime._ONLY_OUTPUT`` is one such text, written out.
+`describe` runs while the compiler traces, called by ``trace_hooks``. It takes arguments or an output apart, and may do
+only what the compiler can trace. `rebuild` runs when the compiled graph does, called by ``op_runtime``, and puts the
+same structure together around the tensors of that run.
 
 The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number. A tuple begins
 with what it is: a text ('s'), a container of values ('(') or of keys and values ('{') with the name of its class, or an
 object that no graph can carry ('O'). Where no container of that class can be made, a hook gets a tuple or a dict.
+
+What `describe` writes, `rebuild` reads. A new kind of value that is the same in each run is a letter in `describe` and
+in `_made`. One that differs from run to run is a letter in `describe` and in ``streams`` of `rebuild`, a list of
+`Parts`, an argument of `rebuild`, and one of the operator ``fire``: in its schema ``op_schemas.FIRE``, in its call in
+``trace_hooks._fire``, and in ``_fire``, ``_Shown.values`` and ``_without_parts`` of ``op_runtime``. One such text is
+written out, ``op_runtime._ONLY_OUTPUT``: it changes with the form of the text. Tests are in tests/sites/compiled;
+docs/behaviour.md tells users of `Unseen`.
 
     >>> import torch
     >>> parts = Parts()

@@ -1,25 +1,32 @@
 """Attach a hook to functions: of torch, of the dispatcher, of the user's own; and call it.
 
-Users and ``debug.precision`` call `attach_function`; ``specs.apply_specs``, which makes its own `Attachment`, calls
-`attach_to_functions`. Each function gets one entry in a `Scope`: of a model, of this thread, or of the process, for
-classes. ``function_names`` says which functions a target means.
+Users and debug/precision/precision_checker.py call `attach_function`; ``specs.apply_specs``, which makes its own
+`Attachment`, calls `attach_to_functions`. ``function_names`` says which functions a target means. Each function gets
+one *entry*, a `HookAtSite` (``hook_at_site``), in a `Scope`: that of a model, of this thread, or `ANYWHERE` for classes
+without a model. ``find`` lists the hooks of a model's scope, which is ``ModuleHooks.around``.
 
 Two modes in each thread see the calls. The `CallGuard` of a model (``module_hooks``) enters and leaves its scope around
-each forward; torch calls all the rest. It shows functions to a function mode, operators (``aten.mm``) to a dispatch
-mode, and an ``autograd.Function`` class to neither: such a class gets one more base while it has hooks. All three ask
-the `_Thread` for the hooks of the scopes that it is in. Gradients are watched as a module's are (`GradientCall`), with
-`FunctionHooks` in the place of `ModuleHooks`.
+each forward. torch shows functions to a function mode, operators (``aten.mm``) to a dispatch mode, and an
+``autograd.Function`` class to neither: such a class gets one more base while it has hooks (`_Patch`). All three ask the
+`_Thread` for the hooks of the scopes that it is in. Gradients are watched as a module's are (`GradientCall` of
+``gradients``), with `FunctionHooks` in the place of `ModuleHooks`.
 
 What must stay so:
 
-- Whoever changes the entries of a scope holds `LOCK`, and calls `_publish` after it: threads read their tables without
-  a lock, and make them anew only then.
+- Whoever changes the entries of a scope holds `LOCK`, and calls `_publish` before letting go of it. Threads look into
+  their tables without a lock. They make them anew under `LOCK`, after a `_publish` and where they enter or leave a
+  scope.
 - Modes are a stack per thread, and whoever leaves a ``with`` block takes off what is on top. So ours go *under* the
-  modes that are there, and are taken out from among them; a mode that is not ours is never taken off.
-- Functions that hookline itself calls for the gradients have no hooks: ``_torch.called_by_us(2)`` looks two frames up
-  for the code that called the function. So it has to be called straight from ``__torch_function__`` or
-  ``__torch_dispatch__``, and no decorator may come between these and torch. It knows ``sites.gradients`` alone: what
-  this file calls itself would fire hooks.
+  modes that are there, and are taken out from among them; the modes of others stay in their order.
+- Functions that ``gradients`` calls for the gradients fire no hooks: ``_torch.called_by_us(2)`` looks two frames up for
+  the code that called the function. So it has to be called straight from ``__torch_function__`` or
+  ``__torch_dispatch__``, and no decorator may come between these and torch. Only calls made in sites/gradients.py are
+  passed over: a function of torch that this file called itself would fire hooks.
+- What runs around a call of a model and must not be compiled is named in `_torch.leave_to_python` at the end.
+
+Tests are in tests/sites/functions; tests/conftest.py sets `_State.warned`. For a new option see the head of ``attach``.
+For a new kind see the head of ``kinds``; here `FunctionHooks` calls it, and `_KINDS` of tests/helpers_sites.py has a
+row for functions, one for operators and one for classes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
 """Select the functions that a target means.
 
-``attach_function``, ``specs.apply_specs`` and ``debug.precision`` give objects and name globs to `find_places`, and get
-`Place` objects back. torch's own table of names does not help: ``torch.overrides.resolve_name(torch.mm)`` is
-"torch.spmm", and a function has one name there.
+``attach_function``, ``specs.apply_specs`` and debug/precision/precision_checker.py give objects and name globs to
+`find_places`, and get `Place` objects back: a function and the name it goes by. ``targets`` matches names and takes
+lists apart; ``_torch`` knows which functions torch shows to modes. torch's own table of names does not help:
+``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function has one name there.
 
 The first name of a function is the one that reports and `FunctionSite.name` show, so users compare with it: the one
 with the shortest last part, among these that of the first namespace. A new namespace of torch is a row of
-`_NAMESPACES`, behind those whose names are to win.
+`_NAMESPACES`, behind those whose names are to win. A function that changes its tensor and does not say so by a "_" at
+the end of its name is a line of `_ABOUT_THE_TENSOR`: ``attach_function`` puts no edit of gradients on it. An operator
+such as ``+`` that torch shows under another name is a row of `_SHOWN_AS`. tests/sites/functions/test_function_names.py
+has the cases. (The `Place` of tests/helpers_sites.py is another class.)
 
     >>> [place.name for place in find_places("torch.nn.functional.*softmax")][:2]
     ['torch.nn.functional.gumbel_softmax', 'torch.nn.functional.log_softmax']
@@ -64,7 +68,7 @@ _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.functional", torch.functional),
     ("torch.Tensor", torch.Tensor),
 )
-"""Where names are looked for; the first one that has a function names it, if its name is not longer than others."""
+"""Where names are looked for; of the shortest names of a function, that of the first of these is the one shown."""
 _SHOWN_AS: Final = {
     **{f"__{name}__": name for name in ("add", "sub", "mul", "matmul", "neg", "abs", "ne", "lt", "le", "gt", "ge")},
     **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul")},

@@ -1,10 +1,13 @@
 """Wrap a function of a class, a module or one object for as long as someone has to know of its calls.
 
-`wrapped` is used by the adapters of Accelerate, Lightning and transformers where their callbacks say too little, and by
-``integrations.loop_events`` (for `follow`) around ``zero_grad`` and loaders; `around_backward` by ``loop_events`` and
-the hook ``norms`` (``analyses.gradients``).
+`wrapped` is used in ``integrations`` alone: by the adapters of Accelerate, Lightning and transformers where their
+callbacks say too little, and by ``loop_events`` (for `follow`) around ``zero_grad`` and loaders. `around_backward` is
+used by ``loop_events`` and by the hook ``norms`` (``analyses.gradients``). Tested in
+tests/integrations/test_wrapped.py.
 
 A wrapper stays harmless after its end, since somebody may keep it or wrap it again: it then only calls the original.
+What is put in place of the function carries its `_Wrap` in the attribute `_STATE`. Wrappers come and go under `_LOCK`;
+a call takes no lock. The compiler does not trace a wrapper (`_torch.untraced_in_place`), so it may be any Python.
 """
 
 from __future__ import annotations
