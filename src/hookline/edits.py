@@ -2,7 +2,7 @@
 
 Users call these as ``hookline.edits.NAME``. They are written in observe/patching.py, whose head says what a new one
 needs there. Besides, it is listed twice here, behind ``edits:`` in tests/test_public_names.py, and in the pages about
-edits: docs/tour.md, docs/roles.md or docs/recipes/models.md. Tests: tests/observe/patch.
+edits: docs/tour.md, and docs/roles.md if it takes ``head=``. Tests: tests/observe/patch.
 
 Recipe::
 

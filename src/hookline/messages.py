@@ -4,8 +4,8 @@ Most folders call these: errors and reports `type_name`, `counted`, `listed`, `s
 names; warnings `caller_stacklevel`. This file imports nothing but the standard library: files that start without torch
 import it, and files of every layer.
 
-Many tests and docs pages have sentences that are made here, so a change of the form shows there: run the tests and the
-check of the pages (docs/check.py).
+Many tests and docs pages have sentences that are made here, so a change of the form shows there: run the tests, of
+which tests/test_pages.py compares what the pages show.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -51,11 +52,16 @@ def test_a_method_of_a_base_class_stays_there() -> None:
     assert "double" not in vars(Owner)
 
 
-def test_what_someone_else_has_put_in_front_stays() -> None:
-    """It goes on calling the original, through what does nothing any more."""
+@pytest.mark.parametrize("copies_attributes", [False, True])
+def test_what_someone_else_has_put_in_front_stays(copies_attributes: bool) -> None:
+    """It goes on calling the original, through what does nothing any more; also if ``wraps`` made it look like ours."""
     one = Owner()
     end = wrapped(one, "add", plus(10))
     ours = one.add
-    one.add = lambda x: ours(x) + 0.5  # type: ignore[assignment,method-assign]
+
+    def theirs(x: float) -> float:
+        return ours(x) + 0.5
+
+    one.add = functools.wraps(ours)(theirs) if copies_attributes else theirs  # type: ignore[method-assign]
     end()
     assert one.add(1) == 2.5

@@ -1,13 +1,13 @@
 """Digest tensors and the state of a run, so that two moments or two runs can be compared to the last bit.
 
 The audit of hooks (debug/audit), ``check_hook`` (testing/checking.py), ``replay_check`` (debug/first_bad) and the check
-of written checkpoints (runs/session.py) compare by `run_digest`, `digest` and `changed`. Traces
-(debug/compare/values.py) and the precision checker (debug/precision) call `dense`.
+of written checkpoints (runs/session.py) compare by `run_digest`, `digest` and `changed`. ``compare`` (of caches and
+dictionaries, debug/compare/values.py) and the precision checker (debug/precision) call `dense`.
 
 The order of `_things` is part of the result: causes come before effects, as the audit names the first difference as the
-cause. The beginnings of the names are read elsewhere: "weight " in testing/checking.py, "random stream" and `SWITCH` in
-debug/first_bad/replay_check.py, `SWITCH` in the audit. docs/audit.md shows such names. No file holds digests, so how
-they are made may change. Tests: tests/guard/test_digest.py.
+cause. The beginnings of the names are read elsewhere: "weight " in testing/checking.py, "random stream" (written by
+`_spoken` of guard/rng.py) and `SWITCH` in debug/first_bad/replay_check.py, `SWITCH` in the audit. docs/audit.md shows
+such names. No file holds digests, so how they are made may change. Tests: tests/guard/test_digest.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ coloured cells. What is read and drawn is chosen here (`_matrix`, `_strongest`).
 hookline/tables.py.
 
 Making a `HeatMap` reads the numbers, which waits for the device: no hook may make one while the model runs. `_MAX_ROWS`
-and `_MAX_COLUMNS` stand again, as 64 and 120, in the docstrings of `HeatMap` and `_strongest`: change them together.
+and `_MAX_COLUMNS` stand again, as 64 and 120, in the docstrings of `HeatMap` and `_strongest` and in docs/notebooks.md:
+change them together. Tests: tests/test_tables.py.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def sent_to_host(value: Any) -> Any:
     """Return a copy of a CUDA tensor on the host, which is still being made; other values as they are.
 
     Wait for the device's current stream before you read it. The memory is pinned, so the host goes on meanwhile. The
-    copy runs in the stream that made the tensor: whatever is done to that memory later comes after it, also a reuse by
-    the allocator.
+    copy runs in the current stream, which has to be the one that made the tensor: whatever is done to that memory later
+    comes after it, also a reuse by the allocator.
     """
     if not isinstance(value, Tensor) or value.device.type != "cuda":
         return value

@@ -14,7 +14,7 @@ device, as every layer asks.
 
 A new field of `Tokens` goes where its kind is read: `_BY_REQUEST` or `_BY_TOKEN` (for `of_request`), `with_tensors` if
 it is a tensor, `padded`, and the makers above that know it. `tokens_after_model` of step_tokens.py drops what it does
-not name.
+not name. Tests: tests/factories (test_choosing.py and others), tests/engines.
 
     >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
     >>> with serving(table):
@@ -83,6 +83,8 @@ class Tokens:
     """What hooks tell the engine about requests of this forward (`note_scores` and `read_flags` of
     factories/request_notes.py); None if nobody will read it. A table of a part of the forward has the same list."""
     _choices: dict[Any, ChosenTokens] = field(default_factory=dict, repr=False)
+    """What `choose` has returned, for this table alone: each ``replace`` of a table sets ``_choices={}``, also that of
+    engines/sglang/runner_hooks.py."""
 
     @classmethod
     def padded(
@@ -153,7 +155,8 @@ class Tokens:
     def real(self, tensor: Tensor) -> Tensor | None:
         """Return the entries of `tensor` that are no padding; the tensor itself if it has none for each token.
 
-        None where a CUDA graph is recorded and there is padding: which entries those are would be fixed in it.
+        None for a padded batch of unequal lengths where a CUDA graph is recorded: which entries are real would be fixed
+        in it. Of a flat batch only the number of entries is.
         """
         if self.width is None:
             return tensor[: self.count] if tensor.dim() and len(tensor) > self.count else tensor

@@ -20,9 +20,10 @@ compiler traces, in ``compiled.trace_hooks``. Most of these give its fields by p
 default. `Site` has to stay a plain dataclass that is cheap to make and that the compiler can trace.
 
 The hot paths of ``module_hooks``, ``gradients`` and ``attach_function`` call ``entry.hook`` straight where an entry is
-``simple``. So a new option that changes how a hook is called has to make ``simple`` False, and
-``compiled.trace_hooks``, which calls editing hooks itself, has to know of it. The head of ``attach`` has the rest of
-that recipe.
+``simple``. So a new option that changes how a hook is called has to make ``simple`` False. It is honoured in
+``run_one_pre`` and ``run_one_post`` of ``module_hooks``, in ``fire`` and `OutputCall.take_output` of ``gradients``
+(which takes an entry that is not simple for one that wants a site), and in ``compiled.trace_hooks``, which calls
+editing hooks itself. The head of ``attach`` has the rest of that recipe. Tests: tests/sites.
 """
 
 from __future__ import annotations
@@ -403,7 +404,7 @@ class Attachment:
     """For an observer that leaves a summary of its values in compiled code, instead of being called there."""
     reads: str = "ako"
     """Which of arguments ("a"), keyword arguments ("k") and output ("o") the hook reads: a compiled call passes it no
-    others. ``signature.what_it_reads`` writes the letters, ``compiled.trace_hooks`` reads them."""
+    others. The head of ``signature`` says who writes and who reads the letters."""
     removed: bool = False
     on_remove: Callable[[Attachment], None] | None = None
     """Called when the hook comes off."""
@@ -511,7 +512,7 @@ class HookAtSite:
         return Site(self.name, module, kind, call, step, again, training=training, gradients=gradients)
 
     def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
-        """Run the hook with its options; ``args`` are those of its kind after the module."""
+        """Run the hook, with its site if it wants one; ``args`` are those of its kind after the module."""
         if not self.attachment.wants_site:
             return self.hook(module, *args)
         return self.hook(module, *args, site=self.site(module) if site is None else site)

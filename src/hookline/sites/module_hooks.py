@@ -6,13 +6,15 @@ are four around a call, each made where it is needed: the two *pre-slots*, `FIRS
 observers, and after the call `FIRST_FORWARD` and `LAST_FORWARD`, likewise. Each other kind has one (`_KIND_ROWS`).
 ``plan`` says in letters what a call has to do for gradients (`plan_of` of ``compiled.compiled_gradients``); eager calls
 only ask whether it is empty. For gradients `LAST_PRE` leaves two things to `LAST_FORWARD`: when the call began
-(``entered`` and ``began`` of `GradientHooks`), and a `CallState`, as the keyword arguments of the call or in ``noted``.
+(``entered`` and ``began`` of `GradientHooks`), and a `CallState`. That is a dictionary: it goes on in place of the
+keyword arguments of the call, or is kept in ``noted``.
 
 ``attach``, ``attach_everywhere`` and ``parameters`` add entries, ``attach_function`` puts a `Scope` around the calls of
 a model, and handles take entries off. ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds them by
 key. ``find``, ``everywhere``, ``debug.diagnose`` and ``engines.vllm`` tell our hooks from those of others by `Slot`;
-``optimizers`` leaves an `Inert` in copies too. After each change around calls, `recompile_guard.set_own_forward` makes
-compiled code notice it, and an `AttentionPart` is told.
+``everywhere._first_sight`` and ``engines.vllm.taps`` also call slots themselves, as torch does; ``optimizers`` leaves
+an `Inert` in copies too. After each change around calls, `recompile_guard.set_own_forward` makes compiled code notice
+it, and an `AttentionPart` is told.
 
 What must stay so:
 
@@ -22,16 +24,19 @@ What must stay so:
 - No table of the process refers strongly to a `ModuleHooks`; the slots on the module do, so a hook that refers to its
   own model does not keep that alive. (The list of process-wide hooks does, by their entries, while such a hook is on;
   `_forget` drops an entry when its module is gone.) A module without hooks has neither slots nor a `ModuleHooks`.
-- Hooks come and go under `LOCK`. A firing on a module takes it only for work that is rare: where a slot is not at its
-  end any more (`_keep_places`), where a part of a model is called and the model is not (`_count_by_part`), at the first
-  call of a module (``everywhere._first_sight``), where a parameter was replaced (``parameters._follow``).
+- Hooks come and go under `LOCK`. A firing on a module takes it only here: where a model with hooks on functions begins
+  and ends (`CallGuard`, for a `Scope`), where a slot is not at its end any more (`_keep_places`), where a part of a
+  model is called and the model is not (`_count_by_part`), at the first call of a module (``everywhere._first_sight``),
+  where a parameter was replaced (``parameters._follow``).
 - The compiler traces ``__call__`` of the slots around a call, up to ``run_pre`` and ``run_post``: each attribute that
   is read before these becomes a guard of the compiled code. Of the slots of observers it may read only what never
   changes (`_torch.Unchanging`); what it reads of those of edits are the user's own objects.
 
 A new `Kind` that torch keeps a dictionary for is a row of `_KIND_ROWS`, and the dictionary one of
 ``_torch.HOOK_DICTS``; the head of ``kinds`` lists all steps. A new slot around a call is a row of `_CALL_ROWS`, put in
-place by `ModuleHooks._sync_calls`; a pre-slot is run by ``everywhere._first_sight`` too.
+place by `ModuleHooks._sync_calls`. All four pairs of dictionary and id are taken, so it needs an id of its own, whose
+place in the queue `_put` and `_keep_places` have to know; a pre-slot is run by ``everywhere._first_sight`` too. Tests:
+tests/sites, above all test_conformance_*.py and compiled.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ backward, before it divides that in two *sides*, and `_arrange_side` with each s
 
 The passes may move and join our own operators, and must leave the results of all others as they are. They read the
 arguments of ``sink`` by position (key, text, the tensors found, ``each``: see `op_schemas.Found`) and those of
-``sink_all``: a change of either schema is one here. They write the text of ``sink_all`` by `op_schemas.line_of`, which
-``op_runtime`` reads by ``read_line``. Raise `_VERSION` with any change of what they do: it is part of what the compiler
-knows graphs on the disk by. Tested in tests/observe/watch/test_graph_stats.py and test_watch_compiled.py.
+``sink_all``, and those of the two operators of observe/watch/graph.py (`_FIND`, `_JOIN`): a change of a schema is one
+here. They write the text of ``sink_all`` by `op_schemas.line_of`, which ``op_runtime`` reads by ``read_line``. Raise
+`_VERSION` with any change of what they do: it is part of what the compiler knows graphs on the disk by. Tested in
+tests/observe/watch/test_graph_stats.py and test_watch_compiled.py.
 
 Before the division, our operators come last in the forward: the compiler decides by the order of the forward what to
 keep for the backward, and computes nothing again that comes behind an operator that it cannot join with others. What
@@ -63,6 +64,11 @@ def arrange(find: Any, join: Any) -> None:
 
 
 def _arrange_joint(graph: Any, find: Any, join: Any) -> None:
+    """Join the calls of ``sink`` of each side, before the graph is divided.
+
+    What was found by row is joined in buffers; whole tensors are taken together in groups, as far as they may be held;
+    what fits neither (open sizes, too many rows, small tensors) is handed over together at the end, unaltered.
+    """
     has_backward = any(node.op == "placeholder" and _is_tangent(node) for node in graph.nodes)
     small = _small_sinks(graph)
     _move_late(graph, find, small, has_backward)
@@ -177,9 +183,10 @@ def _num_rows(call: Any) -> int:
 def _move_late(graph: Any, find: Any, small: frozenset[Any], has_backward: bool) -> None:
     """Put the calls of our operators, and what only unpacks them, behind the rest of the forward.
 
-    In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
-    has its inputs. And in front of what writes to an input of the graph (``copy_``), which they may have to read first.
-    Where there is no backward, nothing is kept for it, and large tensors are handed over where they are made.
+    They stay in front of the backward: the compiler moves an operator with effects that stands behind the first
+    operator of the backward into the backward. And they stay in front of what writes to an input of the graph
+    (``copy_``), which they may have to read first. Where there is no backward, nothing is kept for it, and large
+    tensors are handed over where they are made.
     """
     tangents: set[Any] = set()
     late: dict[Any, None] = {}

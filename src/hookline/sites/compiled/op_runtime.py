@@ -13,6 +13,10 @@ The operators come with texts that are written while the compiler traces; change
   ``compiled_gradients._TracedCall``.
 - `op_schemas.read_line` reads that of ``sink_all``, which ``graph_passes`` writes.
 
+Graphs on the disk have these texts: raise the ``_VERSION`` of ``compiled_gradients`` with a change of the second, and
+that of ``graph_passes`` with one of the third. The head of ``op_schemas`` says what a new operator needs. Tests:
+tests/sites/compiled.
+
 The compiled program uses its memory again. So a hook is handed copies; a `Summary` gets the tensors themselves, and may
 not keep them. Where a forward hook changes its copies in place, `_fire` raises, since the change is lost, unless the
 hook has ``observe=True``. Hooks come and go while a graph stays, so the hooks that are on now are looked up at each

@@ -2,8 +2,8 @@
 
 `wrapped` is used in ``integrations`` alone: by the adapters of Accelerate, Lightning and transformers where their
 callbacks say too little, and by ``loop_events`` (for `follow`) around ``zero_grad`` and loaders. `around_backward` is
-used by ``loop_events`` and by the hook ``norms`` (``analyses.gradients``). Tested in
-tests/integrations/test_wrapped.py.
+used by ``loop_events`` and by the hook ``norms`` (``analyses.gradients``). Tests: tests/integrations/test_wrapped.py,
+and test_follow_losses.py there for `around_backward`.
 
 A wrapper stays harmless after its end, since somebody may keep it or wrap it again: it then only calls the original.
 What is put in place of the function carries its `_Wrap` in the attribute `_STATE`. Wrappers come and go under `_LOCK`;
@@ -23,7 +23,7 @@ from hookline.sites import _torch
 
 _LOCK: Final = threading.RLock()
 _STATE: Final = "_hookline_wrap"
-"""The attribute of a function of ours that has its `_Wrap`: `end` knows by it what is ours."""
+"""The attribute of a function of ours that has its `_Wrap`. ``functools.wraps`` copies it, so see `_ours` too."""
 
 
 class _Wrap:
@@ -32,7 +32,15 @@ class _Wrap:
     def __init__(self, there: tuple[Any, ...]) -> None:
         self.there = there
         """What the owner itself had; nothing if its class had it."""
+        self.call: Any = None
+        """The function of ours."""
         self.is_on = True
+
+
+def _ours(function: Any) -> _Wrap | None:
+    """Return the `_Wrap` of a function of ours; None for any other, one that somebody has made of ours included."""
+    found: _Wrap | None = getattr(function, _STATE, None)
+    return found if found is not None and found.call is function else None
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
@@ -59,12 +67,13 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], N
             return around(original, *args, **kwargs) if wrap.is_on else original(*args, **kwargs)
 
         setattr(call, _STATE, wrap)
-        setattr(owner, name, _torch.untraced_in_place(call))
+        wrap.call = _torch.untraced_in_place(call)
+        setattr(owner, name, wrap.call)
 
     def end() -> None:
         with _LOCK:
             wrap.is_on = False
-            while (found := getattr(vars(owner).get(name), _STATE, None)) is not None and not found.is_on:
+            while (found := _ours(vars(owner).get(name))) is not None and not found.is_on:
                 if found.there:
                     setattr(owner, name, found.there[0])
                 else:
