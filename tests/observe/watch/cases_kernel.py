@@ -193,6 +193,18 @@ def test_tensors_of_compiled_code_are_found_where_they_are(monkeypatch: pytest.M
     assert np.allclose(engine.snapshot().rows, plain.snapshot().rows, rtol=1e-5)
 
 
+def test_a_tensor_of_another_type_at_the_same_address_is_read_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs of one model have the same texts, and one may run under autocast."""
+    monkeypatch.setattr(by_rows._torch, "current_stream_of", lambda index: lambda: 0)
+    engine = _engine()
+    handover = GraphHandover(engine, [(engine.place("x", ""), Share(0, 1, 1))])
+    x = torch.ones(32)
+    handover.take([x], None)
+    handover.take([x.view(torch.bfloat16)[:32].fill_(3)], None)
+    cells = engine.read()[engine.place("x", "")]
+    assert (cells["sum"], cells["max"]) == (32 + 96, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
 def test_prepared_work_takes_tensors_of_any_type(dtype: torch.dtype) -> None:
     """Those that programs do not read where they lie, too: twice, as launches are worked out for the first time."""

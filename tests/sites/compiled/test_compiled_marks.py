@@ -61,6 +61,28 @@ def test_a_copy_of_a_hooked_module_calls_a_replaced_forward_on_itself() -> None:
     assert "__getstate__" not in vars(inner)
 
 
+def test_a_copy_keeps_a_wrapper_that_somebody_has_put_around_the_stand_in() -> None:
+    """As accelerate does by ``functools.wraps``, which gives the wrapper the attributes of the stand-in."""
+    model, called = Blocks(1), []
+    inner = model.layers[0]
+    own = inner.forward
+    inner.forward = lambda y: own(y)  # type: ignore[method-assign]
+    handle = observe_all(model, [], "layers.0")
+    ours = inner.forward
+
+    @functools.wraps(ours)
+    def theirs(y: Tensor) -> Tensor:
+        called.append(1)
+        return ours(y)
+
+    inner.forward = theirs  # type: ignore[method-assign]
+    copy.deepcopy(model)(torch.randn(3, 4))
+    assert called == [1]
+    handle.remove(quiet=True)
+    model(torch.randn(3, 4))
+    assert called == [1, 1]
+
+
 class Stranger(nn.Module):
     """A model of another class."""
 

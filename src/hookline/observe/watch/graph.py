@@ -163,7 +163,7 @@ class GraphHandover:
         self._are_whole = all(share.each == 1 for _, share in shares)
         self._tables: dict[int, list[Tensor]] = {}
         """The tables for the kernel, by stream: a stream would not wait for one that another stream copies."""
-        self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
+        self._calls: dict[tuple[Any, ...], Callable[[], None]] = {}
         """Launches by stream, address of the scale, and addresses and sizes of the tensors; the latest `_CALLS`."""
 
     def take(self, found: list[Tensor], scale: Any) -> None:
@@ -195,7 +195,8 @@ class GraphHandover:
     def _read_whole(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> bool:
         """Read tensors where they lie; return False if that cannot be done."""
         divisor = None if scale is None else kernel.divisor(scale)
-        at = [number for tensor in found for number in (tensor.data_ptr(), tensor.numel())]  # sizes may be open
+        # Sizes may be open, and of two graphs with the same texts one may run under autocast.
+        at = [(tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.is_contiguous()) for tensor in found]
         key = (stream, 0 if divisor is None else divisor.data_ptr(), *at)
         call = self._calls.get(key)
         if call is None:

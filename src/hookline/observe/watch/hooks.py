@@ -507,10 +507,9 @@ class WatchSites:
         """Put the hooks on, or take them off."""
         if on is self._is_on:
             return
+        self.remove(quiet=True)  # what an interrupt has left half on, too
         if not on:
-            self.remove(quiet=True)
             return
-        self._is_on = True
         layout = self._engine.layout
         for kind, hook in self._hooks.items():
             call: Any = hook.forward if kind == "forward" else hook.backward
@@ -522,6 +521,7 @@ class WatchSites:
             attachment.summary = hook if in_graph else None
             self.handles.add(attach_to_modules(attachment, self._model, hook.sites))
             self._passes.counter = next(iter(attachment.counters))
+        self._is_on = True
 
     def remove(self, *, quiet: bool) -> None:
         """Take the hooks off; warn, unless ``quiet``, of those that never fired."""

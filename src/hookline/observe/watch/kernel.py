@@ -317,10 +317,10 @@ class Kernel:
                     self._launch(*launch)
                 programs = [self._compiled[name, constants] for name, constants, _, _ in launches]
                 if None not in programs:
-                    bound.extend(
+                    bound[:] = [
                         (program[grid], (*arguments, *constants))
                         for program, (_, constants, grid, arguments) in zip(programs, launches, strict=True)
-                    )
+                    ]
 
         return call
 

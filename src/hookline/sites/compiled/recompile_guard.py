@@ -19,11 +19,11 @@ theirs. If theirs came from ``torch.compile``, it stays.
 
 A bound ``forward`` or a stand-in that went into a copy would compute with the parameters of the original. So a module
 that has one also has, of its own, the two methods by which it is copied (`hide_from_copies`). They leave out every name
-of `_BOUND` and put the ``forward`` behind a stand-in back; a ``forward`` that somebody has put there after the hooks,
-or a compiled one, is lost in such a copy. Whoever puts something else into the ``__dict__`` of a module here adds its
-name to `_BOUND`, calls `hide_from_copies`, and takes it off when the hooks go. `_REPLICATE` is a private method of
-torch that ``nn.DataParallel`` calls, tested in tests/sites/test_attention.py; the other copies are tested in
-tests/sites/compiled/test_compiled_marks.py and tests/sites/test_conformance_lifetime.py.
+of `_BOUND`, but for a ``forward`` of somebody else, and put the one behind a stand-in back. Whoever puts something else
+into the ``__dict__`` of a module here adds its name to `_BOUND`, calls `hide_from_copies`, and takes it off when the
+hooks go. `_REPLICATE` is a private method of torch that ``nn.DataParallel`` calls, tested in
+tests/sites/test_attention.py; the other copies are tested in tests/sites/compiled/test_compiled_marks.py and
+tests/sites/test_conformance_lifetime.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def set_own_forward(module: nn.Module, *, wanted: bool) -> None:
         if theirs is not None:
             module.__dict__[_FORWARD] = theirs
     elif own is not None:
-        is_ours = _is_own_forward(module, own) or hasattr(own, _STANDS_FOR)
+        is_ours = _is_own_forward(module, own) or stands_for(own) is not own
         if not is_ours and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
             hide_from_copies(module)
@@ -115,7 +115,10 @@ def _unbound(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     kept = {key: state[key] for key in state if key not in (*_BOUND, OWN_FORWARD)}
-    theirs = state.get(OWN_FORWARD, getattr(state.get(_FORWARD), _STANDS_FOR, None))
+    forward = state.get(_FORWARD)
+    owner = getattr(forward, "__self__", None)
+    is_ours = isinstance(owner, nn.Module) and _is_own_forward(owner, forward)
+    theirs = state.get(OWN_FORWARD, None if is_ours else stands_for(forward))
     return kept if theirs is None else {**kept, _FORWARD: theirs}
 
 
@@ -126,8 +129,12 @@ def is_forward_replaced(module: nn.Module) -> bool:
 
 
 def stands_for(own: Any) -> Any:
-    """Return the ``forward`` behind a stand-in of ours; what is no stand-in is returned as it is."""
-    return getattr(own, _STANDS_FOR, own)
+    """Return the ``forward`` behind a stand-in of ours; what is no stand-in is returned as it is.
+
+    What somebody else has made of a stand-in by ``functools.wraps`` is none, though it has the attribute.
+    """
+    theirs = getattr(own, _STANDS_FOR, own)
+    return theirs if getattr(own, "__wrapped__", None) is theirs else own
 
 
 def _stand_in(own: Any) -> Any:
@@ -141,8 +148,9 @@ def _stand_in(own: Any) -> Any:
     return forward
 
 
-def _is_own_forward(module: nn.Module, own: Any) -> bool:
-    return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+def _is_own_forward(module: Any, own: Any) -> bool:
+    cls: Any = type(module)
+    return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is cls.forward
 
 
 def ignores_hooks(module: nn.Module) -> bool:

@@ -89,7 +89,8 @@ def attach_function(
 
     The hook is called as ``(fn, inputs)`` for ``forward_pre``, ``(fn, inputs, outputs)`` for ``forward``,
     ``(fn, grad_outputs)`` for ``backward_pre`` and ``(fn, grad_inputs, grad_outputs)`` for ``backward``, where ``fn``
-    is a `FunctionSite` and the rest are tuples of tensors. It may return tensors to go on with.
+    is a `FunctionSite` and the rest are tuples of tensors. It may return tensors to go on with. A function that gives
+    its input back as it is (``contiguous``, ``to``) has no gradient of its own: an edit is shown None there.
 
     Args:
         target: A function of torch (``torch.nn.functional.relu``); a name or glob over all names that such functions
@@ -378,9 +379,8 @@ class FunctionHooks(GradientHooks):
         if passed is not given:
             args, kwargs = _with_tensors((args, kwargs), passed)
         output = run(*args, **kwargs)
-        if (
-            passed is not inputs
-        ):  # what is given back, as by ``to``, stays itself: torch lets nobody write into an alias
+        # What is given back, as by ``to``, stays itself: torch lets nobody write into an alias.
+        if passed is not inputs:
             originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
             output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
         outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
