@@ -9,7 +9,8 @@ activation is what ``index=`` names (`EditIndex`).
 
 Change together: `_tensors_of` and `_tensor_of` read `Cache`, `Captured` and `CapturedCall` of capturing.py by the names
 of their attributes. `EditIndex` makes tensors of the numbers, places and masks that `parse_index` (index.py) returns,
-with a case for each. `_mean_of` knows a place inside of attention by the ":" in its name (sites/roles.py).
+with a case for each; heads are dimension 1 (head of sites/attention.py). `_mean_of` knows a place inside of attention
+by the ":" in its name (sites/roles.py).
 
 No activation may be changed in place. Containers on the way to a tensor are copied, as a module may keep the dict it
 returns, and its caller the one it passes. What runs in a call can be traced into a compiled graph. So it must not wait

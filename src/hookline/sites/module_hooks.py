@@ -7,7 +7,8 @@ observers, and after the call `FIRST_FORWARD` and `LAST_FORWARD`, likewise. Each
 ``plan`` says in letters what a call has to do for gradients (`plan_of` of ``compiled.compiled_gradients``); eager calls
 only ask whether it is empty. For gradients `LAST_PRE` leaves two things to `LAST_FORWARD`: when the call began
 (``entered`` and ``began`` of `GradientHooks`), and a `CallState`. That is a dictionary: it goes on in place of the
-keyword arguments of the call, or is kept in ``noted``.
+keyword arguments of the call, so that it comes along with the call itself, or is kept in ``noted``. These and the other
+flags of gradients are attributes of `GradientHooks`: read the head of ``gradients`` first.
 
 ``attach``, ``attach_everywhere`` and ``parameters`` add entries, ``attach_function`` puts a `Scope` around the calls of
 a model, and handles take entries off. ``find`` and ``debug.diagnose`` list them; ``compiled.op_runtime`` finds them by
@@ -681,9 +682,10 @@ class ModuleHooks(GradientHooks):
     def _set_begins_late(self, module: nn.Module, *, has_observers: bool) -> None:
         """Decide whether calls begin late for gradient hooks: no slot before the call notes where it begins.
 
-        In compiled code each such slot is 14 guards more. Where a call begins tells its outputs from inputs that it
-        returns, or changes in place: modules that do neither begin late. Not with a pre-hook of somebody else, though,
-        which may attach a gradient hook to this very call: that begins with the next one.
+        In compiled code each such slot is 14 guards more. The moment at which a call began tells a new output from an
+        input that the module returns, or changes in place. Modules that do neither need no such moment, so they begin
+        late. Not with a pre-hook of somebody else, though, which may attach a gradient hook to this very call: that
+        begins with the next one.
         """
         is_alone = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
         self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers and is_alone

@@ -12,6 +12,7 @@ The fields of `Receipt` and `SiteReceipt`, and `Receipt.silent`, are public: use
 
 A cause is a guess for the user. A new cause that the modules alone tell is a sentence in `cause_around`, so that all
 callers have it; any other one goes into `likely_cause`, or, for hooks on functions, into `_cause_at_function`.
+`HandleSet` makes `Receipts`, and handles show the tables of both. Tests: tests/sites/test_receipt.py.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
 each device and give it tensors with their places. It calls them back by itself at the end of a backward pass and when
 it holds too many bytes, and when its owner calls `flush`: after a forward, or when numbers are asked for. Where
 ``place.deferred`` is set, watch hooks (hooks.py) and `TraceRecorder` (``debug.compare``) call its `note` themselves. A
-``scale`` is handed on unread; of traces it is the number of a row. `Kernel` and factories/streaming_stats.py use
-`Streams`, the latter `limit_of` too.
+``scale`` is handed on unread, but for the version of a tensor; of traces it is the number of a row. `Kernel` and
+factories/streaming_stats.py use `Streams`, the latter `limit_of` too.
 
-A launch for each tensor takes the host longer than many a layer does; a note takes 2 µs. On a CPU nothing is held: a
-tensor is in the cache at once, and not later.
+A launch for each tensor takes the host longer than many a layer does; a note takes 2 µs. `StatsEngine.take` and
+`DeviceFingerprints.add` give it no tensor of a CPU, where a tensor is in the cache at once, and not later; the tests do
+(tests/observe/watch/test_pending.py), and they alone read ``lost``.
 
 A place is a `WatchedPlace` (engine.py), or the ``_Place`` of recorder.py in ``debug.compare``. Both have the attributes
 ``deferred``, which is None until it is set here, and ``silent``, the reason why something was not counted.

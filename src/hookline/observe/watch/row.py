@@ -4,15 +4,18 @@ A row holds one float64 number per column: those of one firing (one tensor), or 
 engine.py). The first columns are added up. Of the others the largest number is kept, so a minimum is kept negated.
 Blocks of a tensor, calls, devices and ranks are all merged by these two rules.
 
-`Layout.of` is called by watch.py, the ready hooks of ``factories`` and ``debug.first_bad``; analyses/layers.py calls it
-only to check names. engine.py finds rows by `reduce`, `reduce_on_device` and `row_of_parts`; bad_operation.py of
-``debug.first_bad`` calls `reduce` too. kernel.py uses `flat_view`, and fingerprint.py of ``debug.compare`` `extremes`.
+engine.py, ranks.py, watch.py and the ready hooks of ``factories`` make metrics and tables of rows (`metrics_of`,
+`as_metrics`, `table_of`); engine.py merges those of devices by `merge_into`. `Layout.of` is called by watch.py, the
+ready hooks of ``factories`` and ``debug.first_bad``; analyses/layers.py calls it only to check names. engine.py finds
+rows by `reduce`, `reduce_on_device` and `row_of_parts`; bad_operation.py of ``debug.first_bad`` calls `reduce` too.
+kernel.py uses `flat_view`, and fingerprint.py of ``debug.compare`` `extremes`.
 
 The order of the columns (`_ADDED`, thresholds, `_KEPT`) is written down again in `_of_block`, `reduce_on_device`,
 `row_of_parts`, `_row_of_nothing`, triton_programs.py (as numbers), and `reference` of
-tests/observe/watch/helpers_columns.py: change all together. Columns are read by number in engine.py, hooks.py,
-monitor.py, ranks.py, watch.py, ``debug.first_bad`` and factories/streaming_stats.py. They are read by name in
-factories/streaming_stats.py, factories/probing.py and bad_operation.py.
+tests/observe/watch/helpers_columns.py: change all together. Checkpoints hold rows by position
+(`StatsEngine.state_dict`), so rows of another order and the same width would be read wrongly. Columns are read by
+number in engine.py, hooks.py, monitor.py, ranks.py, watch.py, ``debug.first_bad`` and factories/streaming_stats.py.
+They are read by name in factories/streaming_stats.py, factories/probing.py and bad_operation.py.
 
 A new statistic that columns of today can tell needs its name in `DEFAULT_STATS` or `_NAMES`, a case in `_values`, and
 its name at what it needs in `Layout.of`; in `_MEANINGS`, if the name does not say it all. Add it to the lists for

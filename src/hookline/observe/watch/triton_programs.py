@@ -6,7 +6,8 @@ Only `Kernel` (by `program_named`, when it first launches one) and triton_finger
 ``reduce_chunks`` reads tensors once. Each of its programs reads one chunk, some tiles of 4 × WIDTH numbers, and leaves
 what it found in its slot: one column of partial results. ``merge_slots`` adds the slots of a tensor to rows. No program
 writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a compiled graph has
-found by row. ``count_exponents`` counts whole numbers by atomic operations: the same in whichever order programs come.
+found in *slices* of a tensor, its own rows (graph.py), into the row of a place. ``count_exponents`` counts whole
+numbers by atomic operations: the same in whichever order programs come.
 
 The columns of a row stand here as numbers (2 is the sum, 3 the squares, up to 7; then thresholds; from ``num_added`` on
 the extremes): row.py has their order, and its head who else knows it. Tables and arguments are read by position, as
@@ -335,9 +336,10 @@ def fold_rows(
 ):
     """Add what a graph has found for one place to its row: sums, extremes and zeros by one program each.
 
-    The table has four numbers for a place: the address of its row, its first row in the buffers, how many are its own,
-    and how many numbers each stands for. It stays while the graph is used; only the addresses of the buffers change.
-    What is not finite is only seen here, not counted; the next graph that is compiled hands over the tensor itself.
+    The table has four numbers for a place: the address of its row, its first slice in the buffers, how many slices are
+    its own, and how many numbers each stands for. It stays while the graph is used; only the addresses of the buffers
+    change. What is not finite is only seen here, not counted; the next graph that is compiled hands over the tensor
+    itself.
     """
     entry = table.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
     part = tl.program_id(1)

@@ -12,12 +12,16 @@ Who calls what:
 - ``trace_hooks`` puts `ops.ENTER` and `ops.LEAVE` (``op_schemas``) into the graph; torch calls `_enter` and `_leave`
   for these. ``trace_hooks`` writes the three fields that both read (plan, places, names).
 - ``op_runtime`` runs the operators that `_TracedCall` puts into the backward. It reads their texts by `What`, and that
-  of a summary in ``op_runtime._receiving``. Change both ends of a text together.
+  of a summary in ``op_runtime._receiving``. Change both ends of a text together, and raise `_VERSION`: graphs on the
+  disk hold it.
+
+The head of ``op_schemas`` explains the operators, a *key* (a tensor that stands for the `ModuleHooks` of a module) and
+a *summary* (what a graph hands over in place of a tensor).
 
 All here runs on fake tensors, without a module, and must read no values. The wiring sees `_TracedHooks` in the place of
 the hooks, which has of `GradientHooks` only what the plan says. All else has the default of the class, without an
 error: an attribute that a `GradientCall` reads, and of which the default would be wrong, goes into `plan_of` and
-`_TracedHooks`, with a test in tests/sites/compiled. Raise `_VERSION` if the same plan now means another graph.
+`_TracedHooks`, with a test in tests/sites/compiled. Raise `_VERSION` also if the same plan now means another graph.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], N
         end = wrapped(torch.autograd, "grad", around)
 
     Several may wrap the same and end in any order: the original is back when the last one has ended. A function that
-    someone else has put in front stays, and calls the original through ours. ``end`` may be called again.
+    someone else has put in front stays, and calls the original through ours. ``end`` may be called again. Of a class,
+    ``args`` begin with the object; not for class methods and static methods.
     """
     with _LOCK:
         original = getattr(owner, name)
